@@ -130,7 +130,10 @@ class ChangesRequest(Struct, frozen=True, tag="changes", tag_field="do"):
 
 
 class PingRequest(Struct, frozen=True, tag="ping", tag_field="do"):
-    """Answered by the owner, and whether the broker is reached and the daemon's inbox there can be read."""
+    """Answered by the owner, whether the broker is reached and the daemon's inbox there can be read, and an outage.
+
+    The outage is why an arbiter cannot decide, as the last word that was heard of one; else it is empty.
+    """
 
 
 Request = (
@@ -379,7 +382,7 @@ class Control:
         return msgspec.convert(self._ask(request, timeout_s=_patience(timeout_s)), Changes)
 
     def ping(self) -> dict[str, Any]:
-        """Return ``{"owner", "tenant", "connected", "reached", "bus"}``."""
+        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage"}``."""
         return dict(self._ask(PingRequest()))
 
     def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:
@@ -454,7 +457,7 @@ class AsyncControl:
         return msgspec.convert(reply, Changes)
 
     async def ping(self) -> dict[str, Any]:
-        """Return ``{"owner", "tenant", "connected", "reached", "bus"}``."""
+        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage"}``."""
         return dict(await self._ask(PingRequest()))
 
     async def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:

@@ -8,6 +8,7 @@ import socket
 import stat
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from itertools import count, takewhile
 from os import fspath, umask
 from pathlib import Path
@@ -62,6 +63,7 @@ from protocol.messages import (
     AppReport,
     Bid,
     Offer,
+    Outage,
     Party,
     Probe,
     ProbeReply,
@@ -86,6 +88,8 @@ CHANGES_KEPT = 1_000
 LOOK_AGAIN_S = 0.25
 #: An owner without apps introduces itself to an arbiter that is away at least this often.
 INTRODUCE_S_MAX = 10.0
+#: What is so while no arbiter leads.
+UNDECIDED = "while no arbiter decides, training goes on, and no app is granted a GPU or loses one"
 #: Longest path of a Unix socket (sun_path of Linux, without the closing zero).
 SOCKET_PATH_BYTES_MAX = 107
 
@@ -209,6 +213,7 @@ class ControlServer:
         self._boot = secrets.token_hex(4)
         self._changed: dict[AppId, int] = {}  #: the number of each app's newest change, rising
         self._changes = 0
+        self._outage: tuple[str, float] | None = None  #: what an arbiter that cannot decide said, and since when
 
     def attach(self, shell: Shell[OwnEvent, OwnEffect], bus: Bus) -> None:
         """Learn where events go."""
@@ -231,6 +236,10 @@ class ControlServer:
 
     def take_answer(self, sender: Party, message: AnyMessage) -> Sequence[Send] | None:
         """Take the arbiter's answers past the core: they change nothing, and need not be remembered."""
+        if isinstance(message, Outage):
+            self._outage = message.why, self._shell.now() - message.lasted_s
+            return ()
+        self._outage = None  # an arbiter leads
         if not isinstance(message, Answer):
             return None
         self._resolve(message.query_id, message)
@@ -279,6 +288,7 @@ class ControlServer:
                     "connected": self._shell.connected,
                     "reached": self._shell.reached,
                     "bus": self._bus.url,
+                    "outage": self._told_outage(),
                 }
             case _ as never:
                 assert_never(never)
@@ -387,8 +397,18 @@ class ControlServer:
     def _silence(self, waited_s: float) -> str:
         """Say why no answer has come."""
         if not self._shell.reached:
-            return f"the broker at {self._bus.url} cannot be reached"
-        return f"the arbiter has not answered within {waited_s:g} s, though the broker at {self._bus.url} was reached"
+            return f"the broker at {self._bus.url} cannot be reached; {UNDECIDED}"
+        silence = f"the arbiter has not answered within {waited_s:g} s"
+        if self._outage is None:
+            return f"{silence}, though the broker at {self._bus.url} was reached; {UNDECIDED}"
+        return f"{silence}: {self._told_outage()}; {UNDECIDED}"
+
+    def _told_outage(self) -> str:
+        """Return why an arbiter cannot decide, and since when; empty if none has said so since one led."""
+        if self._outage is None:
+            return ""
+        why, since = self._outage
+        return f"{why}, since {datetime.fromtimestamp(since, UTC):%Y-%m-%d %H:%M:%S} UTC"
 
     async def introduce(self) -> None:
         """Ask the arbiter something whenever this daemon has no inbox, until cancelled.

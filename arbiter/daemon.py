@@ -38,6 +38,7 @@ from arbiter.core.effects import (
 from arbiter.core.registry import policy_of
 from arbiter.core.seam import Outcome
 from arbiter.ledger import Ledger
+from arbiter.outages import Outages
 from arbiter.queries import LostRound, Queries
 from arbiter.reports import ReportRow
 from arbiter.solver import Solver
@@ -100,15 +101,21 @@ async def run_arbiter(
         If the state folder belongs to another process or cannot be read.
     """
     check(config, "configuration")
+    outages = Outages(bus, config.arbiter.admins)
     standing_by = ""
     while True:
         try:
-            return await _run_once(config, bus, on_alive, wall)
+            return await _run_once(config, bus, on_alive, wall, outages)
         except (StoreAway, Deposed, NewerStore) as error:
             # Memory may hold more than the store, or less, so the arbiter begins anew from the store.
             if str(error) != standing_by:
                 _log.warning("arbiter.stands_by", why=str(error), meaning=_STANDING_BY)
             standing_by = str(error)
+            if not isinstance(error, Deposed):  # another arbiter leads then
+                await outages.tell(str(error))
+        except JournalError as error:
+            await outages.tell(f"the arbiter has ended: {error}")
+            raise
         if on_alive is not None:
             on_alive()
         await asyncio.sleep(RETRY_S)
@@ -118,12 +125,18 @@ _DIFFERS = "this is a bug of gpu-arbiter; the standby begins anew with the leade
 _STANDING_BY = "this arbiter decides nothing; training goes on, and it tries again by itself"
 
 
-async def _run_once(config: ArbiterConfig, bus: Bus, on_alive: Callable[[], None] | None, wall: Clock) -> None:
+async def _run_once(
+    config: ArbiterConfig, bus: Bus, on_alive: Callable[[], None] | None, wall: Clock, outages: Outages
+) -> None:
     """Run until the store is away or another arbiter leads."""
     async with _open_store(config) as (journal, ledger):
         arbiter = _restore(journal, ledger, config.history)
+        outages.end()
         performer = _Performer(arbiter, journal, ledger, config, wall, alone=bus.private)
-        await _run(performer.shell(bus, on_alive), performer)
+        try:
+            await _run(performer.shell(bus, on_alive), performer)
+        finally:
+            outages.know(app.owner for app in arbiter.state.apps.values())
 
 
 ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]

@@ -7,7 +7,9 @@ import importlib.util
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from launch import gpu_checks
@@ -24,6 +26,10 @@ from node_agent.workers.mps import MpsStanding
 from node_agent.workers.records import read_json
 from protocol import exit_codes
 from protocol.bus import BusError
+from protocol.journal import JournalError
+from protocol.journal.database import without_password
+from protocol.journal.postgres import PostgresJournal
+from protocol.journal.sqlite import newest_event
 from protocol.messages import Party
 
 #: The mend where an error's own next step is to run `doctor`.
@@ -32,11 +38,24 @@ MENDS = {
     "GPU_ARBITER_URL to the socket in its configuration",
     "broker": "on the broker's host: systemctl status rabbitmq-server; see docs/operations.md, RabbitMQ",
     "arbiter": "on the arbiter's host: systemctl status gpu-arbiter; its log: journalctl -u gpu-arbiter",
+    "store": "on the arbiter's host: gpu-arbiter doctor --journal-file FILE; see docs/operations.md, The store is away",
 }
+#: The journal of an arbiter that systemd runs on this host.
+JOURNAL = Path("/var/lib/gpu-arbiter/journal.db")
+#: An arbiter with nodes or apps writes events in each beat. One that has written none for so long decides nothing.
+SILENT_S = 60.0
 
 
-def checks(bus: str = "") -> Iterator[Check]:
-    """Check all needs of a command or a daemon on this host, and the broker at `bus` if one is given."""
+def checks(bus: str = "", journal: Path | str | None = None) -> Iterator[Check]:
+    """Check all needs of a command or a daemon on this host.
+
+    Parameters
+    ----------
+    bus
+        A broker to try as well.
+    journal
+        The arbiter's store to try: a file, or the address of a database; by default that of an arbiter on this host.
+    """
     yield _python()
     yield _state_folder(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))
     yield _torch()
@@ -45,6 +64,8 @@ def checks(bus: str = "") -> Iterator[Check]:
     yield from _nodes_here(_state_folders())
     if bus:
         yield _broker(bus)
+    if journal is not None or os.access(JOURNAL, os.R_OK):
+        yield _store(JOURNAL if journal is None else journal)
     yield from _running()
 
 
@@ -66,8 +87,6 @@ def _state_folder(folder: Path) -> Check:
 def _torch() -> Check:
     if importlib.util.find_spec("torch") is None:
         return Check("torch", "note", "not in this environment", "for the demo: pip install 'gpu-arbiter[demo]'")
-    from importlib.metadata import version
-
     return Check("torch", "ok", f"PyTorch {version('torch')}")
 
 
@@ -113,6 +132,31 @@ def _broker(url: str) -> Check:
     return Check("broker", "ok", "answers and lets this user in")
 
 
+def _store(journal: Path | str) -> Check:
+    """Check that the store of an arbiter can be read, and is written to."""
+    try:
+        led, newest = _written(journal)
+    except JournalError as error:
+        return Check("store", "fail", str(error), MENDS["store"])
+    found = f"{without_password(str(journal))} answers{led}"
+    silent_s = time.time() - newest
+    if newest == 0.0 or silent_s > SILENT_S:
+        when = f"none of its events is newer than {silent_s / 60.0:.0f} min" if newest else "it has no event yet"
+        return Check("store", "note", f"{found}; {when}: no arbiter decides, or nothing is enrolled", MENDS["arbiter"])
+    return Check("store", "ok", found)
+
+
+def _written(journal: Path | str) -> tuple[str, float]:
+    """Return who writes a store, in words, and when the newest event came, in seconds."""
+    if isinstance(journal, Path):
+        return "", newest_event(journal / JOURNAL.name if journal.is_dir() else journal)
+    from arbiter.core.arbiter import Event  # heavy
+
+    with PostgresJournal[Event].of(journal, Event, program=version("gpu-arbiter"), read_only=True) as shared:
+        leader, epoch = shared.leader()
+        return f"; {leader} has led last, in epoch {epoch}" if leader else "; no arbiter has led yet", shared.last_now
+
+
 async def _greet(url: str) -> None:
     link = await open_bus(url).connect(Party("app", "doctor"))
     await link.close()
@@ -127,7 +171,7 @@ def _running() -> Iterator[Check]:
             if not met["reached"]:
                 yield Check("broker", "fail", f"the app agent cannot reach it at {met['bus']}", MENDS["broker"])
                 return
-            yield from _asked(lambda: client.query("nodes"))
+            yield from _asked(lambda: client.query("nodes"), lambda: client.ping()["outage"])
     except Fault as fault:
         yield _failed("app agent", fault)
 
@@ -137,11 +181,11 @@ def _failed(name: str, fault: Fault) -> Check:
     return Check(name, "fail", fault.sentence, mend)
 
 
-def _asked(nodes: Callable[[], dict[str, object]]) -> Iterator[Check]:
+def _asked(nodes: Callable[[], dict[str, object]], outage: Callable[[], str]) -> Iterator[Check]:
     try:
         document = nodes()
     except Fault as fault:
-        yield _failed("arbiter", fault)
+        yield _failed("store" if outage() else "arbiter", fault)
         return
     listed = document["nodes"]
     assert isinstance(listed, list)

@@ -43,6 +43,13 @@ def address_of(journal_file: Path) -> str:
         raise Fault(str(error)) from None
 
 
+def journal_place(folder: Path | None, journal_file: Path | None) -> Path | str | None:
+    """Return the place of an arbiter's journal by a verb's two options; None if neither is given. Raises `Fault`."""
+    if folder is not None and journal_file is not None:
+        raise usage("--journal and --journal-file are two places of one journal", "name the one where it is")
+    return folder if journal_file is None else address_of(journal_file)
+
+
 def usage(sentence: str, next_step: str = "") -> Fault:
     """Return a fault of the command line itself."""
     return Fault(sentence, code=exit_codes.USAGE, next_step=next_step)

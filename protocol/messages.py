@@ -713,6 +713,16 @@ class Answer(Struct, frozen=True, tag=True):
     error: Sentence = ""
 
 
+class Outage(Struct, frozen=True, tag=True):
+    """The word of an arbiter that cannot decide, as its store is away: `why`, and for how long that has been so.
+
+    It comes from a process that does not lead; any other message says that an arbiter leads again.
+    """
+
+    why: Sentence
+    lasted_s: Seconds = 0.0
+
+
 # --- to a node agent ------------------------------------------------------------------------------------------------
 
 
@@ -807,6 +817,6 @@ class ReadLog(Struct, frozen=True, tag=True):
 
 
 ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | Act | LogChunk
-ToApp = Probe | Offer | Grant | Preempt | Holdings | Refusal | Answer
+ToApp = Probe | Offer | Grant | Preempt | Holdings | Refusal | Answer | Outage
 ToNode = NodePlan | ReadLog
 AnyMessage = ToArbiter | ToApp | ToNode

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import msgspec
 import typer
 
-from launch.faults import usage
+from launch.faults import journal_place, usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
 from protocol.bus.provision import broker_config, gateway_commands, user_commands
@@ -25,6 +26,12 @@ def add(app: typer.Typer) -> None:
 
 def doctor(
     bus: Annotated[str, typer.Option(help="also try this broker, amqp://user:password@host/vhost")] = "",
+    journal: Annotated[
+        Path | None, typer.Option(metavar="FOLDER", help="also try the journal in an arbiter's state_dir")
+    ] = None,
+    journal_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="the same of a database: the arbiter's journal_file")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this host, the broker and the daemons; exit 1 if anything must be mended."""
@@ -32,7 +39,8 @@ def doctor(
 
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        found = list(examination.checks(bus))
+        place = journal_place(journal, journal_file)
+        found = list(examination.checks(bus, place))
     broken = any(check.verdict == "fail" for check in found)
     if as_json:
         emit({"schema": "doctor/v1", "ok": not broken, "checks": [msgspec.to_builtins(check) for check in found]})

@@ -14,7 +14,7 @@ import typer
 
 from launch import keys, overview, spec
 from launch.client import open_client
-from launch.faults import Fault, address_of, usage
+from launch.faults import Fault, journal_place, usage
 from launch.pictures import Picture, cut_to_terminal, show_changes
 from launch.surface import answering, emit, say, wants_json
 from protocol import exit_codes
@@ -54,9 +54,7 @@ def top(
     """
     as_json = wants_json(json)
     with answering(as_json=as_json):
-        if journal is not None and journal_file is not None:
-            raise usage("--journal and --journal-file are two places of one journal", "name the one where it is")
-        place = journal if journal_file is None else address_of(journal_file)
+        place = journal_place(journal, journal_file)
         if place is not None:
             _show_past(place, at, as_json=as_json)
             return

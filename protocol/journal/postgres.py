@@ -162,6 +162,13 @@ class PostgresJournal(Generic[EventT]):
         """Whether this process has taken an epoch; another one may have taken a newer one since."""
         return self._epoch != NOT_LEADING
 
+    def leader(self) -> tuple[str, int]:
+        """Return the process that took the newest epoch, and this epoch; an empty name: none has ever led."""
+        _count, rows = self._database.one("SELECT leader, epoch FROM journal.site")
+        if not rows:
+            raise JournalError(f"{self.place}: the table journal.site is empty; {DAMAGED}")
+        return rows[0][0], rows[0][1]
+
     # --- events -----------------------------------------------------------------------------------------------------
 
     def append(self, now: float, event: EventT) -> int:
@@ -230,8 +237,7 @@ class PostgresJournal(Generic[EventT]):
     def _deposed(self) -> Deposed:
         if not self.writable:
             return Deposed(f"{self.place}: this process does not lead, and may write nothing")
-        _count, rows = self._database.one("SELECT epoch, leader FROM journal.site")
-        epoch, leader = rows[0] if rows else (0, "no arbiter")
+        leader, epoch = self.leader()
         return Deposed(f"{self.place}: {leader} leads in epoch {epoch}, and ours was {self._epoch}")
 
     def snapshot(self, blob: bytes) -> None:

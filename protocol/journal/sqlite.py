@@ -10,12 +10,13 @@ import fcntl
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self
+from urllib.parse import quote
 
 import msgspec
 
@@ -302,9 +303,8 @@ class SqliteJournal(Generic[EventT]):
             raise JournalError(f"{self.path} is damaged ({' '.join(found.split())}); {DAMAGED}")
 
     def _last(self) -> tuple[int, float]:
-        newest = "SELECT seq, now FROM events UNION ALL SELECT seq, now FROM snapshots ORDER BY seq DESC LIMIT 1"
         with self._using():
-            row = self._database.execute(newest).fetchone()
+            row = self._database.execute(_NEWEST).fetchone()
         return (0, 0.0) if row is None else (int(row[0]), float(row[1]))
 
     def _newest_snapshot(self) -> int:
@@ -326,6 +326,22 @@ class SqliteJournal(Generic[EventT]):
             else:
                 mend = "check the disk's space and health"
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
+
+
+def newest_event(journal: Path) -> float:
+    """Return the time of the newest event in seconds, 0 before the first; another process may write meanwhile.
+
+    Raises
+    ------
+    JournalError
+        If the file is missing, is no journal, or cannot be read.
+    """
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=READER_S)) as database:
+            (now,) = database.execute(f"SELECT coalesce(max(now), 0) FROM ({_NEWEST})").fetchone()  # noqa: S608 - ours
+    except sqlite3.Error as error:
+        raise JournalError(f"cannot read the store at {journal}: {error}; check the disk and the path") from error
+    return float(now)
 
 
 def hold(journal: Path) -> int:
@@ -352,6 +368,7 @@ def hold(journal: Path) -> int:
 
 
 _IN_USE = "is in use by another process; stop it, or give this one a state folder of its own"
+_NEWEST = "SELECT seq, now FROM events UNION ALL SELECT seq, now FROM snapshots ORDER BY seq DESC LIMIT 1"
 _COUNT_TABLES = "SELECT count(*) FROM sqlite_master"
 _IDENTITY = ("application_id", "user_version")
 

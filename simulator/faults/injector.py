@@ -2,7 +2,8 @@
 
 A daemon's journal is kept as bytes, as on a disk, written before an event is handled. A restart takes the newest
 snapshot and handles the events after it again, their effects left out. Each restart asserts that the result is bit for
-bit the lost state. Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
+bit the lost state. Where a site has a standby, an arbiter's core of its own has followed the journal all the time, and
+goes on instead. Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ IN_TURN_S = 1e-6
 #: Once the faults have ended a message takes that long, always.
 CALM_DELAY_S = 0.01
 DECIDE_CALM_S = 0.05  #: and a decision no longer than that
+#: Between two looks of a standby at the journal.
+FOLLOW_S = 0.5
 #: A cut that lasts long enough for the live link to notice; then both ends restate everything when it is mended.
 NOTICED_S = 3.0
 
@@ -118,9 +121,39 @@ class Record:
         """Return the core as its journal tells, as a daemon does when it starts; or from the very first event on."""
         done, blob = (0, self._first) if from_zero else self._newest
         core = kind(blob)
-        for now, data in self.entries[done:]:
-            core.handle(self._decode(data), now)
+        self.replay(core, done, len(self.entries))
         return core
+
+    def replay(self, core: Any, begin: int, end: int) -> None:
+        """Have a core handle the events from number `begin` on, up to `end` and without it; effects are left out."""
+        for now, data in self.entries[begin:end]:
+            core.handle(self._decode(data), now)
+
+
+class Standby:
+    """A second arbiter's core: it handles what stands in the leader's journal, and performs nothing."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._done = len(record.entries)
+        self.core: Arbiter = record.restore(Arbiter.restored)
+
+    def follow(self) -> None:
+        """Take in what the leader has written since the last look."""
+        begin, self._done = self._done, len(self._record.entries)
+        self._record.replay(self.core, begin, self._done)
+
+    def agree(self, leader: Arbiter) -> None:
+        """Take in the rest of the journal.
+
+        Raises
+        ------
+        Violation
+            If the state is not the leader's then.
+        """
+        self.follow()
+        if self.core.snapshot() != leader.snapshot():
+            raise Violation("the standby has read all of the journal, and its state is not the leader's", "arbiter")
 
 
 class Liar(AppHost):
@@ -172,6 +205,9 @@ class FaultInjector:
         world.watcher = self._watch
         world.on_undelivered = self._keep
         self._keep_record(world.arbiter, ArbiterEvent)
+        self.standby = Standby(self.records[ARBITER]) if options.standby else None
+        if self.standby is not None:
+            world.after(FOLLOW_S, self._follow)
         for party, _ in options.clocks:
             if party.role != "app":
                 self._set_clock(world.actor(party))
@@ -288,7 +324,8 @@ class FaultInjector:
         if party.role == "node":
             world.boot(NodeId(party.id))
         else:
-            core = self.restored(party)
+            follows = party == ARBITER and self.standby is not None
+            core: Any = self._successor() if follows else self.restored(party)
             world.start(party, core)
             if party == ARBITER:
                 world.tell(party, Configured(self.settings))
@@ -299,6 +336,24 @@ class FaultInjector:
                 world.tell(party, Connected())
         for event in self._mail.pop(party, ()):
             world.tell(party, event)
+
+    def _follow(self) -> None:
+        assert self.standby is not None
+        self.standby.follow()
+        self.world.after(FOLLOW_S, self._follow)
+
+    def _successor(self) -> Arbiter:
+        """Return the standby's core, which leads from now on; the arbiter that ended is started again as the standby.
+
+        Raises
+        ------
+        Violation
+            If its state is not the last leader's.
+        """
+        assert self.standby is not None
+        self.standby.agree(self.world.arbiter.core)
+        core, self.standby = self.standby.core, Standby(self.records[ARBITER])
+        return core
 
     def _look_up(self, sim_app: SimApp, core: AppHost) -> None:
         """Note the end of an app as its user would see it: its app agent may crash before it could report it."""

@@ -218,6 +218,8 @@ class _Run:
         world.run(until=options.calm_at + self._bounds().seconds, done=self._done)
         self._judge_liveness()
         self.checks.judge_whole(world)
+        if self.injector.standby is not None:
+            self.injector.standby.agree(world.arbiter.core)
         if options.seed % REPLAYED_EVERY == 0:
             for party in self.injector.records:
                 self.injector.restored(party, from_zero=True)

@@ -56,8 +56,9 @@ FINE = 20.0
 FAULTS_MAX = 24
 #: Drains of a world that has any, at most; and the administrator who orders them.
 DRAINS_MAX = 5
-#: Likewise holds and requeues, and faults of clients of MPS.
+#: Likewise holds and requeues, takeovers by a standby, and faults of clients of MPS.
 HOLDS_MAX = 6
+TAKEOVERS_MAX = 4
 MPS_FAULTS_MAX = 6
 ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
@@ -153,6 +154,7 @@ class Options(Struct, frozen=True):
     clocks: tuple[tuple[Party, Clock], ...]
     traits: tuple[tuple[NodeId, NodeTraits], ...]
     snapshot_every: int  #: events between two snapshots of a journal
+    standby: bool = False  #: a second arbiter follows the journal, and goes on where the first one ended
 
     def owner(self, number: int) -> Party:
         """Return the agent of the app that is submitted as the `number`-th, from 0."""
@@ -190,7 +192,15 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
     overlaps = Random(f"mps {seed}")  # noqa: S311 - likewise
     options = _maybe_overlapping(overlaps, options)
-    drawn = (*_faults(dice, options), *_drains(seed, options), *_holds(seed, options), *_mps_faults(overlaps, options))
+    takeovers = _takeovers(seed, options)
+    options = replace(options, standby=bool(takeovers))
+    drawn = (
+        *_faults(dice, options),
+        *_drains(seed, options),
+        *_holds(seed, options),
+        *_mps_faults(overlaps, options),
+        *takeovers,
+    )
     faults = sorted(drawn, key=lambda fault: fault.at)
     if policy:
         options = replace(options, settings=replace(options.settings, policy=policy))
@@ -643,6 +653,24 @@ def _drains(seed: int, options: Options) -> list[Fault]:
     dice = Random(f"drains {seed}")  # noqa: S311 - repeatable, not secret
     count = dice.randint(1, DRAINS_MAX) if dice.random() < 1 / 3 else 0
     return [_drain(dice, options) for _ in range(count)]
+
+
+def _takeovers(seed: int, options: Options) -> list[Fault]:
+    """Return ends of the arbiter after which a standby leads, in a third of the draws; from dice of their own.
+
+    The standby leads at once, or late. One takeover in three is followed by another at once: the standby has hardly
+    begun to lead when it is deposed.
+    """
+    dice = Random(f"standby {seed}")  # noqa: S311 - repeatable, not secret
+    count = dice.randint(1, TAKEOVERS_MAX) if dice.random() < 1 / 3 else 0
+    faults = []
+    for _ in range(count):
+        at, for_s, midway = dice.uniform(1.0, options.calm_at), dice.choice((0.0, 0.1, 2.0, 10.0)), dice.random() < 0.5
+        faults.append(Fault(at, "crash", for_s=for_s, midway=midway))
+        if dice.random() < 1 / 3:
+            again = min(options.calm_at, at + for_s + dice.uniform(0.0, 0.3))
+            faults.append(Fault(again, "crash", for_s=0.0, midway=dice.random() < 0.5))
+    return faults
 
 
 def _mps_faults(dice: Random, options: Options) -> list[Fault]:

@@ -16,6 +16,7 @@ import pytest
 from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.control import Control
+from app_agent.control_server import UNDECIDED
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from launch import preflight
@@ -322,7 +323,7 @@ async def test_without_an_arbiter_an_app_is_queued_and_the_exit_code_says_so(
         assert (done.returncode, done.stdout) == (exit_codes.UNREACHABLE, "ada-1\n")
         assert done.stderr == (
             "ada-1 is queued, the arbiter is away: the arbiter has not answered within 1 s, though the broker at "
-            "memory:// was reached; your app agent tells it of ada-1 when it is back\n"
+            f"memory:// was reached; {UNDECIDED}; your app agent tells it of ada-1 when it is back\n"
         )
         listed = await run("wait", "ada-1", "--timeout", "0s")
         assert listed.returncode == exit_codes.TIMED_OUT, "it is queued"
@@ -335,7 +336,10 @@ async def test_without_a_broker_an_app_is_queued_and_the_broker_is_named(
     async with site(tmp_path, monkeypatch, None, bus):
         done = await run("submit", "--", "true")
         assert (done.returncode, done.stdout) == (exit_codes.UNREACHABLE, "ada-1\n")
-        assert f"the arbiter is away: the broker at {bus.url} cannot be reached; your app agent" in done.stderr
+        assert (
+            f"the arbiter is away: the broker at {bus.url} cannot be reached; {UNDECIDED}; your app agent"
+            in done.stderr
+        )
 
 
 async def test_run_stays_while_the_arbiter_is_away_and_still_cancels_at_an_interrupt(

@@ -31,6 +31,7 @@ from protocol.messages import (
     NodeReport,
     Offer,
     OfferedGpu,
+    Outage,
     Party,
     Preempt,
     Probe,
@@ -246,6 +247,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
     (ARBITER, Preempt(_APP, 3, 22, (_LEASE,), "ann-2 was worse off", 120.0)),
     (ARBITER, Holdings(_APP, 3, 23, (_TERMS,), (_STATUS,), 8, 11, "s-4711", "root", 60.0, probes=True)),
     (ARBITER, Refusal(_APP, "needs 16 GPUs and the cluster has 8: ask for fewer", "ann-1-5f0c", cancelled=True)),
+    (ARBITER, Outage("the store at postgresql://arbiter@db/gpu does not answer", 12.5)),
     (ARBITER, Answer("q1", b'{"schema":"apps/v1"}', "no such app")),
     (
         ARBITER,

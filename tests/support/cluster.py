@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -91,6 +91,10 @@ class DaemonProcess:
     def logged(self, event: str) -> list[dict[str, Any]]:
         """Every line that this daemon, in all its incarnations, wrote about `event`; it must be alive."""
         self.check()
+        return self.lines(event)
+
+    def lines(self, event: str) -> list[dict[str, Any]]:
+        """The same of one that may be dead."""
         lines = [line for line in self.log.read_bytes().splitlines(keepends=True) if line.startswith(b"{")]
         found = [json.loads(line) for line in lines if line.endswith(b"\n")]
         return [line for line in found if line["event"] == event]
@@ -99,6 +103,8 @@ class DaemonProcess:
 class Cluster:
     """Its daemons, its apps, and what can be known of them without asking a daemon."""
 
+    script = SCRIPT  #: of every training
+
     def __init__(
         self,
         folder: Path,
@@ -106,11 +112,13 @@ class Cluster:
         vhost: str,
         settings: ArbiterSettings = SETTINGS,
         ports: Mapping[Party, int] | None = None,
+        *,
+        gpus_per_node: int = GPUS_PER_NODE,
     ) -> None:
         self.folder = folder
         self.broker, self.vhost = broker, vhost
         self.site = _on_broker(
-            local_site(folder, nodes=NODES, gpus=f"simulated:{GPUS_PER_NODE}", owner=OWNER, settings=settings),
+            local_site(folder, nodes=NODES, gpus=f"simulated:{gpus_per_node}", owner=OWNER, settings=settings),
             lambda party: broker.url(party.user, vhost, port=(ports or {}).get(party)),
         )
         with_plain_ids(self.site.app)  # a script is told its app's id before it is submitted
@@ -147,7 +155,7 @@ class Cluster:
         number = len(self.steps) + 1
         pace = ("--steps", str(steps), "--step-ms", str(step_ms), "--threads", "1", "--seed", str(number))
         spec = AppSpec(
-            trials=((sys.executable, str(SCRIPT), str(self._told(f"{OWNER}-{number}")), *pace),),
+            trials=((sys.executable, str(self.script), str(self._told(f"{OWNER}-{number}")), *pace),),
             cwd=str(self.folder),
             checkpoint_root=str(self.folder / "checkpoints"),
             env=environment((), os.environ),
@@ -270,6 +278,9 @@ class Cluster:
         until(lambda: not self.watch.workers(), "no training process is left")
 
 
+ClusterT = TypeVar("ClusterT", bound=Cluster)
+
+
 def _on_broker(site: Site, url: Callable[[Party], str]) -> Site:
     return Site(
         arbiter=replace(site.arbiter, bus=url(ARBITER)),
@@ -290,7 +301,13 @@ def running_cluster(
 
     Parties in `ports` reach the broker by way of that port of this host.
     """
-    cluster = Cluster(folder, broker, vhost, settings, ports)
+    with started(Cluster(folder, broker, vhost, settings, ports)) as cluster:
+        yield cluster
+
+
+@contextmanager
+def started(cluster: ClusterT) -> Iterator[ClusterT]:
+    """Start a cluster's daemons and watch it; in the end nothing of it is left behind."""
     with ExitStack() as stack:
         stack.callback(cluster.end)
         for daemon in cluster.daemons:

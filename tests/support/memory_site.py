@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec.structs import replace
@@ -37,6 +37,7 @@ from protocol.messages import (
 from tests.support.arbiter_site import SETTINGS
 from tests.support.patience import PATIENCE_S
 
+MessageT = TypeVar("MessageT")
 APP, NODE = Party("app", "ana"), Party("node", "n1")
 QUICK = replace(SETTINGS, policy="fifo", admission_wait_s=0.0, beat_s=0.2)
 
@@ -122,6 +123,17 @@ class MemorySite:
             if isinstance(body, Answer) and body.query_id == query:
                 assert not body.error, body.error
                 return msgspec.json.decode(body.document)
+
+    async def heard(self, kind: type[MessageT]) -> MessageT:
+        """Return the next message of a kind that the owner hears."""
+        link = await self._link(APP)
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                delivery = await link.receive()
+                await delivery.ack()
+                body = decode(delivery.data).body
+                if isinstance(body, kind):
+                    return body
 
     async def enrol_node(self) -> None:
         """Have a node with one GPU report until it gets a plan."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import re
+import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -12,10 +15,16 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from app_agent import control_server
+from app_agent.config import AppConfig
+from app_agent.control import AsyncControl, ControlError
+from app_agent.core.spec import AppSpec
+from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig
 from arbiter.core.arbiter import Arbiter, Event
 from arbiter.daemon import run_arbiter
 from arbiter.ledger import Ledger
+from launch import doctor
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
 from protocol.core import Connected, Send, Tick
@@ -24,10 +33,11 @@ from protocol.journal.postgres import PostgresJournal
 from protocol.messages import (
     ARBITER,
     EventFilter,
+    Outage,
 )
 from protocol.shell import Shell
 from tests.support import postgres
-from tests.support.memory_site import playing
+from tests.support.memory_site import QUICK, playing
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
@@ -158,10 +168,81 @@ async def test_while_the_database_is_away_no_arbiter_decides_and_all_goes_on_whe
         async with asyncio.timeout(PATIENCE_S):
             while not site.said("arbiter.stands_by"):  # noqa: ASYNC110 - a log has no event to wait for
                 await asyncio.sleep(0.02)
-        assert not [link for link in site.broker._links if link.party == ARBITER], "it holds the leader token"
+        assert not [link for link in site.broker._links if link.party == ARBITER and link._epoch], (
+            "it holds the leader token"
+        )
         server.start()
         assert (await site.next_plan(newer_than=epoch)).epoch > epoch
         assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
+
+
+async def test_while_the_database_is_away_owners_are_told_which_store_it_is_and_since_when(
+    server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_server, "ANSWER_S", 0.5)
+    config = AppConfig(owner="ada", state_dir=str(tmp_path / "ada"), socket=str(tmp_path / "ada.sock"))
+    monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{config.socket}")
+    control = AsyncControl(Path(config.socket))
+
+    async def words(of: str) -> str:
+        """Ask until the words come that are looked for, whatever is said until then."""
+        async with asyncio.timeout(PATIENCE_S):
+            while True:
+                try:
+                    said = str((await control.query("explain", app))["app"])
+                except ControlError as error:
+                    said = error.sentence
+                if of in said:
+                    return said
+                await asyncio.sleep(0.05)
+
+    async with playing(tmp_path, server.database()) as site:
+        site.arbiter()
+        await site.until_led(1)
+        ready = asyncio.Event()
+        agent = site.group.create_task(run_app_host(config, MemoryBus(site.broker), on_ready=ready.set))
+        await ready.wait()
+        app = await control.submit(AppSpec(trials=(("true",),), cwd=str(tmp_path), checkpoint_root=str(tmp_path)))
+        await words(of=app)
+        assert (await control.ping())["outage"] == ""
+        place = site.url
+        (store,) = [await asyncio.to_thread(doctor._store, place)]
+        assert "has led last, in epoch" in store.found
+        before = datetime.now(UTC)
+        server.kill()
+        said = await words(of="the store at")
+        assert re.match(rf"the arbiter has not answered within 0.5 s: the store at {re.escape(place)} does not", said)
+        assert "no app is granted a GPU or loses one" in said
+        (since,) = re.findall(r", since (.*) UTC; ", said)
+        assert abs(datetime.fromisoformat(f"{since}+00:00") - before).total_seconds() < PATIENCE_S
+        checks = {check.name: check for check in await asyncio.to_thread(lambda: list(doctor._running()))}
+        assert (checks["store"].verdict, place in checks["store"].found) == ("fail", True)
+        assert (await asyncio.to_thread(doctor._store, place)).verdict == "fail"
+        server.start()
+        await words(of=app)
+        assert (await control.ping())["outage"] == ""
+        agent.cancel()
+
+
+async def test_an_arbiter_whose_file_fails_tells_the_owners_before_it_ends(tmp_path: Path) -> None:
+    config = ArbiterConfig(state_dir=str(tmp_path / "state"), arbiter=QUICK)
+    async with playing(tmp_path) as site:
+
+        async def end() -> str:
+            with pytest.raises(JournalError) as ended:
+                await run_arbiter(config, MemoryBus(site.broker))
+            return str(ended.value)
+
+        arbiter = site.group.create_task(end())
+        await site.submit("ana-1")
+        journal = tmp_path / "state" / "journal.db"
+        assert doctor._store(journal.parent).verdict == "ok"
+        with closing(sqlite3.connect(journal, timeout=PATIENCE_S, isolation_level=None)) as other:
+            other.execute("DROP TABLE events")
+        told = await site.heard(Outage)
+        assert f"cannot use {journal}: no such table" in told.why
+        assert told.why == f"the arbiter has ended: {await arbiter}"
+        assert doctor._store(journal).verdict == "fail"
 
 
 async def test_a_deposed_arbiter_performs_nothing_of_its_last_batch(server: PrivatePostgres) -> None:

@@ -39,7 +39,7 @@ from node_agent.core.suspend_methods import SuspendMethods
 from node_agent.core.verdict import Verdict, judge
 from protocol import gpu_kinds
 from protocol.messages import LeaseId
-from simulator.faults.injector import Record
+from simulator.faults.injector import Record, Standby
 
 Mutant = Callable[[], AbstractContextManager[None]]
 MUTANTS: dict[str, Mutant] = {}
@@ -380,6 +380,26 @@ def the_journal_is_written_after_handling() -> Iterator[None]:
             append(self, waiting)
 
     with patch.object(Record, "append", late):
+        yield
+
+
+@mutant
+def a_standby_is_one_event_behind() -> Iterator[None]:
+    def late(self: Any) -> None:
+        begin, self._done = self._done, max(self._done, len(self._record.entries) - 1)
+        self._record.replay(self.core, begin, self._done)
+
+    with patch.object(Standby, "follow", late):
+        yield
+
+
+@mutant
+def a_standby_takes_an_event_in_twice() -> Iterator[None]:
+    def repeated(self: Any) -> None:
+        begin, self._done = max(0, self._done - 1), len(self._record.entries)
+        self._record.replay(self.core, begin, self._done)
+
+    with patch.object(Standby, "follow", repeated):
         yield
 
 

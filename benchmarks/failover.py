@@ -1,0 +1,115 @@
+"""How long nobody decides after the leader was killed: ``python benchmarks/failover.py [--quick] [--kills N]``.
+
+Real processes: a private RabbitMQ, a private PostgreSQL that flushes each commit to the disk, two arbiters that share
+it, two node agents with three simulated GPUs each, and an app agent. Three gangs of two GPUs share four of the GPUs, so
+that these change hands at the end of each lease. The leader is killed with SIGKILL, in turn one arbiter and the other,
+and started again as the standby. At the moment of each kill a user submits an app for which a GPU is free.
+
+Told is the time from the kill until the next leader has taken over, and until it has closed its first round. In the end
+it is looked for damage: tasks that were signalled or ended without a last word, mini-batches that were lost or made
+again, GPUs on which two trained, events that were written by an arbiter that did not lead (triggers in the database
+write down who inserts), and records that the ledger lacks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benchmark
+
+from tests.support import postgres, rabbitmq  # noqa: E402
+from tests.support.cluster import PARTIES  # noqa: E402
+from tests.support.failover import Audit, Failover, Pair, running_pair  # noqa: E402
+
+KILLS, QUICK_KILLS = 20, 3
+GOAL_S = 3.0
+#: What others say of themselves; nothing of it was measured here.
+OTHERS = (
+    "Slurm: a backup controller waits SlurmctldTimeout for the primary one before it takes over, by default 120 s "
+    "(slurm.conf(5)).",
+    "Nomad: its servers elect a new leader by raft; no time is promised (its page on the consensus protocol). Of two "
+    "servers none may be lost.",
+)
+
+
+def quantile(values: Sequence[float], part: float) -> float:
+    """Return the smallest value that at least this part of them do not exceed."""
+    return sorted(values)[max(0, math.ceil(len(values) * part) - 1)]
+
+
+def run(pair: Pair, kills: int) -> tuple[list[Failover], Audit]:
+    """Kill the leader so many times, then look for damage."""
+    samples = []
+    for number in range(kills):
+        samples.append(pair.fail_over())
+        led, decided = samples[-1].led_s, samples[-1].decided_s
+        print(f"kill {number + 1}: led after {led:.2f} s, decided after {decided:.2f} s", file=sys.stderr, flush=True)
+    return samples, pair.audit()
+
+
+def document(samples: Sequence[Failover], audit: Audit) -> dict[str, Any]:
+    """Return the figures."""
+    decided, led = [each.decided_s for each in samples], [each.led_s for each in samples]
+    return {
+        "schema": "bench-failover/v1",
+        "kills": len(samples),
+        "first_decision_p50_s": quantile(decided, 0.5),
+        "first_decision_p95_s": quantile(decided, 0.95),
+        "led_p50_s": quantile(led, 0.5),
+        "led_p95_s": quantile(led, 0.95),
+        "goal_s": GOAL_S,
+        "load": os.getloadavg()[0],
+        **msgspec.to_builtins(audit),
+        "whole": audit.whole,
+        "samples": msgspec.to_builtins(samples),
+    }
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Return the figures as lines."""
+    damage = ("tasks_signalled", "mini_batches_lost", "mini_batches_repeated", "gpus_shared", "rows_of_deposed")
+    lines = [
+        f"{found['kills']} kills of the leader, load {found['load']:.1f}",
+        f"from the kill to the first decision: p50 {found['first_decision_p50_s']:.2f} s, "
+        f"p95 {found['first_decision_p95_s']:.2f} s (goal: p95 of at most {found['goal_s']:g} s)",
+        f"from the kill to the next leader:    p50 {found['led_p50_s']:.2f} s, p95 {found['led_p95_s']:.2f} s",
+        *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, "ledger_gaps")),
+        f"of {found['mini_batches']} mini-batches, {found['hand_overs']} hand-overs of GPUs, {found['events']} events",
+        *OTHERS,
+    ]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--kills", type=int, default=0, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
+    parser.add_argument("--quick", action="store_true", help="a few kills only")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    given = parser.parse_args()
+    if missing := postgres.missing() or ("" if rabbitmq.available() else "RabbitMQ is not installed"):
+        print(missing, file=sys.stderr)
+        return 1
+    with (
+        tempfile.TemporaryDirectory(prefix="ga-failover-") as folder,
+        rabbitmq.PrivateRabbitMQ(PARTIES) as broker,
+        postgres.PrivatePostgres(fsync=True) as server,
+        running_pair(Path(folder), broker, "/", server) as pair,
+    ):
+        found = document(*run(pair, given.kills or (QUICK_KILLS if given.quick else KILLS)))
+    print(json.dumps(found, indent=1) if given.json else in_words(found))
+    return 0 if found["whole"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

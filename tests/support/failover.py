@@ -1,0 +1,257 @@
+"""A site with two arbiters that share a PostgreSQL: who leads is killed, and what became of the rest is looked at.
+
+Every daemon is a process, on a private broker. Trainings write down each mini-batch and each signal
+(`telling_steps.py`). The database has witnesses of its own: triggers that write down which connection has inserted an
+event, and which one has taken an epoch. They know nothing of the fence that they judge.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from arbiter.core.arbiter import Arbiter, Event
+from arbiter.ledger import Ledger
+from protocol.journal.database import Postgres
+from protocol.journal.postgres import PostgresJournal
+from protocol.messages import EventFilter
+from tests.support import telling_steps
+from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, started, until
+from tests.support.patience import PATIENCE_S
+from tests.support.postgres import PrivatePostgres
+from tests.support.rabbitmq import PrivateRabbitMQ
+
+#: Each node has a gang of two and a GPU to spare, so that a small app can always be granted one at once.
+GPUS_PER_NODE, GANG, GANGS = 3, 2, 3
+#: The app with the least GPU time is first at each end of a lease: three gangs on two nodes change hands all the time.
+POLICY = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease", "order": "service"}})
+#: Mini-batches of a gang and of a small app.
+LONG, SHORT = 400, 3
+#: In a standby's log, once it is one.
+FOLLOWS = "journal.replayed"
+
+WITNESSES = """
+CREATE SCHEMA witness;
+CREATE TABLE witness.epochs (epoch BIGINT, pid INTEGER);
+CREATE TABLE witness.events (seq BIGINT, epoch BIGINT, pid INTEGER);
+CREATE FUNCTION witness.see_epoch() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN INSERT INTO witness.epochs VALUES (NEW.epoch, pg_backend_pid()); RETURN NULL; END $$;
+CREATE FUNCTION witness.see_event() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN INSERT INTO witness.events SELECT NEW.seq, epoch, pg_backend_pid() FROM journal.site; RETURN NULL; END $$;
+CREATE TRIGGER see AFTER UPDATE ON journal.site FOR EACH ROW EXECUTE FUNCTION witness.see_epoch();
+CREATE TRIGGER see AFTER INSERT ON journal.events FOR EACH ROW EXECUTE FUNCTION witness.see_event();
+"""
+#: Events that another connection has inserted than the one that took the epoch of that moment. Connections that took
+#: their epoch before the witnesses came are left out.
+_DEPOSED = """
+SELECT count(*) FROM witness.events AS event WHERE EXISTS (SELECT 1 FROM witness.epochs WHERE epoch = event.epoch)
+AND NOT EXISTS (SELECT 1 FROM witness.epochs AS taken WHERE taken.epoch = event.epoch AND taken.pid = event.pid)
+"""
+
+
+class Failover(Struct, frozen=True):
+    """One change of the leader, in seconds after the old one was killed: when the next one led, and first decided."""
+
+    led_s: float
+    decided_s: float
+
+
+class Audit(Struct, frozen=True):
+    """The damage that was found in the end; all zero is the goal. `mini_batches` is how many there were to lose."""
+
+    tasks_signalled: int
+    mini_batches: int
+    mini_batches_lost: int
+    mini_batches_repeated: int
+    gpus_shared: int
+    rows_of_deposed: int
+    ledger_gaps: int
+    hand_overs: int
+    events: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing was signalled, lost, repeated or written by an arbiter that does not lead."""
+        damage = (self.tasks_signalled, self.mini_batches_lost, self.mini_batches_repeated, self.gpus_shared)
+        return not any((*damage, self.rows_of_deposed, self.ledger_gaps))
+
+
+class Pair(Cluster):
+    """A cluster whose two arbiters share a database; one leads, and the other one follows."""
+
+    script = Path(telling_steps.__file__)
+
+    def __init__(self, folder: Path, broker: PrivateRabbitMQ, vhost: str, url: str) -> None:
+        super().__init__(folder, broker, vhost, POLICY, gpus_per_node=GPUS_PER_NODE)
+        self.url = url
+        self.arbiters = [
+            DaemonProcess(
+                "arbiter", replace(self.site.arbiter, journal=url, state_dir=str(folder / name)), folder, name
+            )
+            for name in ("host-a", "host-b")
+        ]
+
+    @property
+    def daemons(self) -> Sequence[DaemonProcess]:
+        return (*self.arbiters, *self.nodes.values(), self.app_agent)
+
+    # --- who leads --------------------------------------------------------------------------------------------------
+
+    def epochs(self, arbiter: DaemonProcess) -> list[int]:
+        """The epochs that this one has led in."""
+        return [line["epoch"] for line in arbiter.lines("bus.connected")]
+
+    def newest_epoch(self) -> int:
+        return max((epoch for arbiter in self.arbiters for epoch in self.epochs(arbiter)), default=0)
+
+    def leader(self) -> DaemonProcess:
+        """The arbiter that took the newest epoch."""
+        return max(self.arbiters, key=lambda arbiter: max(self.epochs(arbiter), default=0))
+
+    def other_than(self, arbiter: DaemonProcess) -> DaemonProcess:
+        (other,) = [each for each in self.arbiters if each is not arbiter]
+        return other
+
+    def wait_led(self, *, newer_than: int) -> None:
+        """Wait until an arbiter leads in a newer epoch."""
+        until(lambda: self.newest_epoch() > newer_than, "an arbiter leads", self._ends_of_logs)
+
+    def wait_follows(self, arbiter: DaemonProcess, times: int) -> None:
+        """Wait until an arbiter, in all its incarnations, has taken the journal in so many times."""
+        limit_s = 3 * PATIENCE_S  # a start takes seconds of a core
+        until(lambda: len(arbiter.lines(FOLLOWS)) >= times, "it follows", self._ends_of_logs, within_s=limit_s)
+
+    def _ends_of_logs(self) -> str:
+        return "\n".join(arbiter.log.read_text()[-1500:] for arbiter in self.arbiters)
+
+    # --- apps -------------------------------------------------------------------------------------------------------
+
+    def submit_small(self) -> None:
+        """Submit an app for which a GPU is free."""
+        self.submit(SHORT)
+
+    def keep_busy(self) -> None:
+        """Have three gangs that train or wait, on two nodes."""
+        at_work = sum(len(self.told(app)) < steps for app, steps in self.steps.items() if steps == LONG)
+        for _ in range(GANGS - at_work):
+            self.submit(LONG, gang=GANG)
+
+    # --- faults -----------------------------------------------------------------------------------------------------
+
+    def fail_over(self) -> Failover:
+        """Kill the leader while an app is submitted; return how long it took, and have the killed one follow."""
+        leader, epoch = self.leader(), self.newest_epoch()
+        follower = self.other_than(leader)
+        follower.check()
+        self.keep_busy()
+        followed = len(leader.lines(FOLLOWS))
+        killed_at = time.time()
+        leader.kill()
+        self.submit_small()
+        until(lambda: bool(self._decided(follower, epoch)), "the next leader decides", self._ends_of_logs)
+        led_at, decided_at = self._decided(follower, epoch)
+        leader.start()
+        self.wait_follows(leader, followed + 1)
+        self.wait_trained(20)
+        return Failover(led_at - killed_at, decided_at - killed_at)
+
+    def wait_trained(self, steps: int) -> None:
+        """Wait until so many more mini-batches were made by all apps together."""
+        goal = self.steps_made() + steps
+
+        def made() -> bool:
+            self.keep_busy()
+            return self.steps_made() >= goal
+
+        until(made, f"{steps} more mini-batches", self._ends_of_logs)
+
+    def _decided(self, arbiter: DaemonProcess, epoch: int) -> tuple[float, ...]:
+        """When `arbiter` began to lead in an epoch above that one, and when it first closed a round; else empty."""
+        led = next((_at(line) for line in arbiter.lines("bus.connected") if line["epoch"] > epoch), None)
+        if led is None:
+            return ()
+        closed = next((at for at in map(_at, arbiter.lines("round.closed")) if at >= led), None)
+        return () if closed is None else (led, closed)
+
+    # --- the end ----------------------------------------------------------------------------------------------------
+
+    def audit(self) -> Audit:
+        """Wait until all apps are over, stop the arbiters, and look for damage."""
+        self.wait_finished()
+        made = {app: [step for _pid, step in self.told(app)] for app in self.steps}
+        lost = sum(len(set(range(steps)) - set(made[app])) for app, steps in self.steps.items())
+        # Also steps that come in another order than they should have been made twice, or were made by two.
+        repeated = sum(later <= earlier for steps in made.values() for earlier, later in itertools.pairwise(steps))
+        leader = self.leader()
+        self.other_than(leader).kill()
+        leader.signal(signal.SIGTERM)
+        leader.wait()
+        rows, gaps, events = look_at(self.url)
+        return Audit(
+            tasks_signalled=self._signalled(),
+            mini_batches=sum(self.steps.values()),
+            mini_batches_lost=lost,
+            mini_batches_repeated=repeated,
+            gpus_shared=len(self.watch.conflicts),
+            rows_of_deposed=rows,
+            ledger_gaps=gaps,
+            hand_overs=self.watch.hand_overs,
+            events=events,
+        )
+
+    def _signalled(self) -> int:
+        """The tasks that were told a signal, and those that ended without a last word: they were killed."""
+        signalled = set()
+        for app in self.steps:
+            path = Path(f"{self._told(app)}.words")
+            words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+            ended = {pid for pid, word in words if word in (telling_steps.LEFT, telling_steps.DONE)}
+            signalled |= {pid for pid, word in words if word not in (telling_steps.LEFT, telling_steps.DONE)}
+            signalled |= {str(pid) for pid, _step in self.told(app)} - ended
+        return len(signalled)
+
+
+def look_at(url: str) -> tuple[int, int, int]:
+    """Return how many events arbiters have written that did not lead, how many records the ledger lacks, and events.
+
+    The state that is replayed says how many records there are to be.
+    """
+    with closing(PostgresJournal[Event].of(url, Event, program="99")) as journal:
+        loaded = journal.load()
+        arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot)
+        for _seq, now, event in loaded.events:
+            arbiter.handle(event, now)
+        arbiter.validate()
+        told = [record.number for _id, record in Ledger(journal).events(EventFilter(), limit=1_000_000)]
+    missing = set(range(1, arbiter.state.events + 1)) ^ set(told)
+    with closing(Postgres(url, read_only=True)) as database:
+        ((deposed,),) = database.one(_DEPOSED)[1]
+        ((seen, last),) = database.one("SELECT count(*), coalesce(max(seq), 0) FROM witness.events")[1]
+        ((first,),) = database.one("SELECT coalesce(min(seq), 0) FROM witness.events")[1]
+    assert seen == last - first + 1, "an event has no number, or a number has two"
+    return int(deposed), len(missing), int(seen)
+
+
+@contextmanager
+def running_pair(folder: Path, broker: PrivateRabbitMQ, vhost: str, server: PrivatePostgres) -> Iterator[Pair]:
+    """A pair that is ready, at work, and witnessed; nothing of it is left behind."""
+    with started(Pair(folder, broker, vhost, server.database())) as pair:
+        for arbiter in pair.arbiters:
+            pair.wait_follows(arbiter, 1)
+        server.sql(pair.url.rpartition("/")[2], WITNESSES)
+        pair.keep_busy()
+        pair.wait_training(processes=2)
+        yield pair
+
+
+def _at(line: dict[str, str]) -> float:
+    """When a line was logged, UNIX seconds."""
+    return datetime.fromisoformat(line["timestamp"]).timestamp()
