@@ -77,6 +77,7 @@ def test_the_search_makes_its_trials_and_prunes_some(search_alone: str) -> None:
 
 
 @needs_optuna
+@pytest.mark.full
 def test_a_search_suspended_in_one_trial_and_preempted_in_another_makes_the_trials_of_one_left_alone(
     agent: WorkerAgent, tmp_path: Path, search_alone: str
 ) -> None:

@@ -63,6 +63,7 @@ def test_the_witnesses_see_events_of_a_connection_that_does_not_lead(
         assert look_at(url) == (1, 0, 3)
 
 
+@pytest.mark.full
 def test_a_leader_that_is_killed_is_followed_by_the_standby_and_nothing_is_lost(pair: Pair) -> None:
     pair.fail_over()
     assert_whole(pair)
