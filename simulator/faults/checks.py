@@ -66,7 +66,7 @@ from app_agent.core.model import Done
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
 from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, State, is_first
+from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, Settled, State, is_first
 from node_agent.core.events import PARK_PROOF_S
 from node_agent.core.model import Suspended, Task, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
@@ -595,19 +595,23 @@ def _live_workers(world: World) -> Iterator[Worker]:
 def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
     """Return the unfinished business of apps that are over, by app: none may be left in the end.
 
-    Agents that have `vanished` hear nothing any more.
+    Agents that have `vanished` hear nothing any more. An end that such an agent could tell nobody before it went is no
+    end: its task stays parked for the next agent of that owner.
     """
     found: dict[str, list[str]] = defaultdict(list)
     over = {sim_app.id: sim_app for sim_app in world.apps.values() if sim_app.id and sim_app.over_at is not None}
+    for app in world.arbiter.core.state.apps.values():
+        if not isinstance(app.state, Settled) and app.id in over and over[app.id].actor.party in vanished:
+            del over[app.id]
     gpus = world.arbiter.core.state.gpus
     broken = [gpu.id for gpu in gpus.values() if device_of(gpu.id) in world.nodes[gpu.node].sick]
-    for app, sim_app in over.items():
-        state = sim_app.actor.core.state.apps.get(app)
+    for app_id, sim_app in over.items():
+        state = sim_app.actor.core.state.apps.get(app_id)
         deaf = sim_app.actor.party in vanished
         # A lease that drains on a lost GPU can never be proven empty: its app is told again and again, without harm.
-        sick = any(not isinstance(gpus[gpu].state, Free) and gpus[gpu].state.lease.app == app for gpu in broken)
+        sick = any(not isinstance(gpus[gpu].state, Free) and gpus[gpu].state.lease.app == app_id for gpu in broken)
         if state is not None and state.over is not None and not state.over.settled and not deaf and not sick:
-            found[app].append("its agent has not heard that the arbiter knows its end")
+            found[app_id].append("its agent has not heard that the arbiter knows its end")
     for gpu in gpus.values():
         if isinstance(gpu.state, Free) or gpu.state.lease.app not in over or gpu.id in broken:
             continue

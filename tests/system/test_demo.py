@@ -83,12 +83,15 @@ def test_the_ledger_is_left_behind_with_the_gpu_time_of_all_apps(outcome: tuple[
 @pytest.mark.full
 @pytest.mark.timeout(600)
 def test_weights_are_those_of_the_same_script_run_alone(tmp_path: Path) -> None:
-    # Training takes four leases, so that preemptions are certain on a quick machine as on a slow one.
-    options = demo.Options(out=tmp_path / "demo", quiet=True, steps=480, step_ms=25.0, lease_s=3.0)
-    result = demo.run(options)
-    apps = {app["name"]: app for app in result.summary["apps"]}
-    single = [spec for spec in demo.apps(options, tmp_path, tmp_path) if len(spec.trials) == 1]
-    preempted = [spec for spec in single if apps[spec.name]["preemptions"]]
+    # Training takes four leases. Yet where starts take long, other apps than these may be the ones that give way.
+    for number in range(3):
+        options = demo.Options(out=tmp_path / f"demo-{number}", quiet=True, steps=480, step_ms=25.0, lease_s=3.0)
+        result = demo.run(options)
+        apps = {app["name"]: app for app in result.summary["apps"]}
+        single = [spec for spec in demo.apps(options, tmp_path, tmp_path) if len(spec.trials) == 1]
+        preempted = [spec for spec in single if apps[spec.name]["preemptions"]]
+        if preempted:
+            break
     assert preempted
     for spec in preempted:
         app = apps[spec.name]

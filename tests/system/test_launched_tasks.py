@@ -153,11 +153,11 @@ import json, os, signal, socket, sys
 def connected(path, hello=b""):
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(path)
-        sock.sendall(hello)
         sock.settimeout(10)
         try:
+            sock.sendall(hello)
             return sock.recv(100) or "hung up"
-        except ConnectionResetError:
+        except (BrokenPipeError, ConnectionResetError):
             return "hung up"
 def tried(expression):
     try:
