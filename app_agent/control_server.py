@@ -88,7 +88,7 @@ CHANGES_KEPT = 1_000
 LOOK_AGAIN_S = 0.25
 #: An owner without apps introduces itself to an arbiter that is away at least this often.
 INTRODUCE_S_MAX = 10.0
-#: What is so while no arbiter leads.
+#: The state of the site while no arbiter leads.
 UNDECIDED = "while no arbiter decides, training goes on, and no app is granted a GPU or loses one"
 #: Longest path of a Unix socket (sun_path of Linux, without the closing zero).
 SOCKET_PATH_BYTES_MAX = 107

@@ -25,7 +25,7 @@ _log = structlog.get_logger("arbiter")
 
 
 class Outages:
-    """Who is told of an outage, and what has been told of the present one.
+    """The owners that are told of an outage, and the news that they have of the present one.
 
     Parameters
     ----------

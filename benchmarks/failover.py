@@ -1,4 +1,4 @@
-"""How long nobody decides after the leader was killed: ``python benchmarks/failover.py [--quick] [--kills N]``.
+"""How long no arbiter decides after the leader was killed: ``python benchmarks/failover.py [--quick] [--kills N]``.
 
 Real processes: a private RabbitMQ, a private PostgreSQL that flushes each commit to the disk, two arbiters that share
 it, two node agents with three simulated GPUs each, and an app agent. Three gangs of two GPUs share four of the GPUs, so

@@ -595,7 +595,7 @@ def _live_workers(world: World) -> Iterator[Worker]:
 def unsettled(world: World, vanished: Container[Party]) -> dict[str, list[str]]:
     """Return the unfinished business of apps that are over, by app: none may be left in the end.
 
-    Agents that have `vanished` hear nothing any more. An end that such an agent could tell nobody before it went is no
+    Agents that have `vanished` hear nothing any more. An end that no other party had heard of by then is no
     end: its task stays parked for the next agent of that owner.
     """
     found: dict[str, list[str]] = defaultdict(list)

@@ -356,7 +356,7 @@ def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_p
     ended = Record(tmp_path).exit
     assert ended is not None
     assert ended.finish == FinishedFile("nobody-1.0-a2", step=9, metrics={"loss": 0.5})
-    # What no report could carry: the number would end the node agent, and the arbiter would refuse its reports.
+    # No report could carry it: the number would end the node agent, and the arbiter would refuse its reports.
     for forged in (
         f'{{"code": {10**30}}}',
         '{"code": 0, "lived_s": -1e400}',
