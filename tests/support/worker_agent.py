@@ -34,7 +34,8 @@ class WorkerAgent:
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(path))
         self._listener.listen()
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._acceptor = threading.Thread(target=self._accept, daemon=True)
+        self._acceptor.start()
 
     def __enter__(self) -> Self:
         return self
@@ -82,6 +83,7 @@ class WorkerAgent:
         if self._listener.fileno() < 0:
             return
         self._listener.shutdown(socket.SHUT_RDWR)
+        self._acceptor.join(PATIENCE_S)  # a worker that connects at this moment is in the list below, or never
         self._listener.close()
         self.path.unlink()
         for connection in self._connections:
