@@ -409,6 +409,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     site: SiteId = ""
     wall_s: WallClock = 0.0
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
+    beat_s: Seconds = 0.0  #: the beat that an arbiter told it; 0: none did
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):
@@ -490,6 +491,7 @@ class AppReport(Struct, frozen=True, tag=True):
     after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
     array: Count = 0  #: how many jobs its array has; 0: it is none
     array_over: Count = 0  #: of these, those that have ended
+    beat_s: Seconds = 0.0  #: the beat that an arbiter told its app agent; 0: none did
     standing: StandingValuation | None = None  #: None: it is to be asked
 
 
@@ -690,6 +692,7 @@ class Holdings(Struct, frozen=True, tag=True):
     held_by: Label = ""  #: the owner or administrator that holds it: it gets no GPU until it is released
     lease_s: Seconds = 0.0  #: the length of a lease; 0: not told
     probes: bool = False  #: rounds ask apps for their worth: the app is to state its valuation
+    beat_s: Seconds = 0.0  #: the app agent restates its report no more often; 0: as often as it is configured to
 
 
 class Refusal(Struct, frozen=True, tag=True):
@@ -781,6 +784,7 @@ class NodePlan(Struct, frozen=True, tag=True):
     quantum_s: Seconds = 60.0
     site: SiteId = ""
     incarnation: Count = 0
+    beat_s: Seconds = 0.0  #: the node agent restates its report no more often; 0: as often as it is configured to
 
 
 def newest_metrics(

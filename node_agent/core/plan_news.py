@@ -32,6 +32,7 @@ def take_plan(node: NodeState, plan: NodePlan) -> None:
         node.effects.append(RememberFence(*token, plan.site))
     node.leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
     node.sharing.configure(plan)
+    node.told_beat_s = plan.beat_s
     for order in plan.tasks:
         _take_order(node, order)
     named = {order.task for order in plan.tasks}

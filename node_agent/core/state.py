@@ -53,6 +53,7 @@ class NodeState:
         self.report_seq = 0
         self.reported: tuple[object, ...] = ()  #: the significant part of the last report
         self.beat_at: float | None = None
+        self.told_beat_s = 0.0  #: the arbiter's wish; 0: it has none
         self.unsaid = False  #: something may have changed since the last tick
         self.figures_at: float | None = None  #: when metrics that came after the last report are due
         # Memory.

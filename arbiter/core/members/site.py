@@ -24,6 +24,7 @@ from arbiter.core.effects import EpochTaken, Resign
 from arbiter.core.leases import leases
 from arbiter.core.members import apps, nodes
 from arbiter.core.rounds import phases
+from arbiter.core.state import beats
 from arbiter.core.state.model import State
 from arbiter.core.turn import Turn
 from protocol.messages import NodeReport, Party
@@ -55,6 +56,14 @@ def begin(turn: Turn, before: int) -> None:
 def _listen(turn: Turn) -> None:
     settings = turn.state.settings
     turn.state.listens_until = turn.now + max(settings.admission_wait_s, 2 * settings.beat_s)
+
+
+def listen_for(turn: Turn, beat_s: float) -> None:
+    """While it listens: listen until all agents have spoken twice, if their beat is that of a large site."""
+    state = turn.state
+    if state.listens_until is not None and beat_s > 0.0:
+        known_s = min(beat_s, beats.longest_s(state.settings))
+        state.listens_until = max(state.listens_until, state.started_at + 2 * known_s)
 
 
 def may_speak(turn: Turn, sender: Party, site: str, *, knows_epoch: int = 0) -> bool:

@@ -72,6 +72,7 @@ class ArbiterSettings(Struct, frozen=True):
     #: A round without its decision is dropped this long after the solver's budget. Fault worlds set it, no site does.
     decide_grace_s: float = 15.0
     beat_s: float = 2.0  #: plans and holdings are restated this often
+    restatements_per_s: float = 100.0  #: of nodes, and as many of apps; beats of more members are further apart
     node_timeout_s: float = 60.0  #: silence after which a node's leases end
     app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
     admission_wait_s: float = 5.0  #: nodes have this long to enrol before an app is refused as too large
@@ -614,6 +615,7 @@ class State(Struct):
     now: float = 0.0
     started_at: float = 0.0
     beat_at: float = 0.0
+    beats: int = 0  #: how many there were
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     gpus: dict[GpuId, Gpu] = field(default_factory=dict)
     tasks: dict[TaskId, Task] = field(default_factory=dict)
