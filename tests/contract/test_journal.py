@@ -455,6 +455,14 @@ def test_a_ledger_that_is_not_there_or_older_is_not_read(store: Store) -> None:
         Ledger.reader(store.ledger_place)
 
 
+def test_a_ledger_whose_file_is_deleted_while_it_is_open_takes_nothing_more(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        ledger.write(LEASE)
+        (tmp_path / "ledger.db").unlink()
+        with pytest.raises(JournalError, match=r"ledger.db is gone .* so what would be written now would be lost"):
+            ledger.write(ACT)
+
+
 def test_the_ledger_takes_texts_with_zero_characters(store: Store) -> None:
     """An owner may send them, and that must not end the arbiter."""
     with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
