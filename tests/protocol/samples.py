@@ -279,6 +279,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             30.0,
             "s-4711",
             2,
+            23,
         ),
     ),
     (ARBITER, ReadLog("q1", _TASK, 4096, 1024)),
