@@ -772,6 +772,10 @@ class NodePlan(Struct, frozen=True, tag=True):
 
     It obeys one `site` only. `incarnation` is the newest of this node that the arbiter has heard of: a node agent that
     is older by its own count is not heard, and has to count on from there.
+
+    Plans are counted over all epochs. `after` is the newest plan of earlier epochs that the arbiter knows of. If the
+    node agent has obeyed a later one, the arbiter's journal has lost it, and the node agent refuses the plan; its next
+    report says which plan it has obeyed.
     """
 
     node: NodeId
@@ -784,6 +788,7 @@ class NodePlan(Struct, frozen=True, tag=True):
     quantum_s: Seconds = 60.0
     site: SiteId = ""
     incarnation: Count = 0
+    after: Annotated[int, Meta(ge=-1)] = -1  #: -1: not told
     beat_s: Seconds = 0.0  #: the node agent restates its report no more often; 0: as often as it is configured to
 
 

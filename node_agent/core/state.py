@@ -37,6 +37,7 @@ class NodeState:
         self.site, self.fence = ("", (0, 0)) if leaves_site else (site, fence)
         self.foreign_sites: set[str] = set()  #: sites whose plans were refused
         self.plans_refused = 0
+        self.epoch_refused = 0  #: the newest of an arbiter whose journal has lost plans that were obeyed here
         self.leased: frozenset[GpuId] = frozenset()
         # Tasks and GPUs.
         self.tasks: dict[TaskId, Task] = {}

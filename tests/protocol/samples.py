@@ -281,6 +281,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             30.0,
             "s-4711",
             2,
+            23,
             beat_s=10.0,
         ),
     ),

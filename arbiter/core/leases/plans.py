@@ -126,6 +126,7 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
         quantum_s=quantum_s,
         site=turn.state.site,
         incarnation=node.incarnation,
+        after=max(node.plan_seq_before, node.plan_seq_unknown),
         beat_s=beats.told_s(turn.state.settings, len(turn.state.nodes)),
     )
 
