@@ -180,6 +180,7 @@ class Facts(Struct, frozen=True):
     cost: Cost = Cost()
     on_gpu: bool = False  #: a process of it was seen to use a GPU, as the driver needs it
     mps: bool = False  #: it is a client of MPS, for as long as it lives
+    verdict: Literal["", "failed", "preempted"] = ""  #: an earlier node agent's on its end, if that was one of MPS
 
 
 class MpsFault(Struct, frozen=True):
