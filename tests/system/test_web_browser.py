@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
-pytest.importorskip("playwright", reason="playwright is not here: pip install playwright")
+pytest.importorskip("playwright", reason="playwright is not here: make setup")
 
 from tests.support.patience import PATIENCE_S
 from tests.support.web_site import BUSY_PAST, CHROMIUM, Served, chromium, served
