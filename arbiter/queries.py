@@ -426,6 +426,7 @@ class Queries:
             "rack": node.rack,
             "state": "up" if up else "lost",
             "last_seen_s": now - since,
+            "plans_refused": node.plans_refused,
             "drain": self._drain(node.id),
             "gpus": [
                 _gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu])

@@ -409,6 +409,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     site: SiteId = ""
     wall_s: WallClock = 0.0
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
+    plans_refused: Count = 0  #: since the node agent started: of other sites, or older than one that it has seen
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):

@@ -167,6 +167,13 @@ def _gpus(present: Document) -> Iterator[Metric]:
     yield _labelled("gpus", "GPUs by state", ("state",), states.items())
     up = (((str(node["id"]),), float(node["state"] == "up")) for node in present["nodes"])
     yield _labelled("node_up", "whether a node reports", ("node",), up)
+    words = "plans of other sites or of former leaders that a node agent has refused since it started"
+    refused = CounterMetricFamily("gpu_arbiter_plans_refused", words, labels=("node",))
+    for node in present["nodes"]:
+        refused.add_metric(
+            (str(node["id"]),), node.get("plans_refused", 0)
+        )  # an arbiter before this version tells none
+    yield refused
     leaving = (((str(gpu["id"]), str(node["id"])), float(gpu["state"] == "draining")) for node, gpu in gpus)
     yield _labelled("gpu_draining", "whether a GPU is being left", ("gpu", "node"), leaving)
     held = (

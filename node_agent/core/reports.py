@@ -87,6 +87,7 @@ def statuses(node: NodeState) -> NodeReport:
         host_bytes=node.facts.total_bytes,
         site=node.site,
         address=node.facts.address,
+        plans_refused=node.plans_refused,
     )
 
 

@@ -142,6 +142,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             site="s-4711",
             wall_s=1.75e9,
             address="gpu-1",
+            plans_refused=3,
         ),
     ),
     (

@@ -58,6 +58,7 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         cpus=report.cpus,
         address=report.address,
         host_bytes=report.host_bytes,
+        plans_refused=report.plans_refused,
     )
     if known is None or isinstance(known.state, Lost):
         turn.index.recount(turn.index.node_gpus[node.id])

@@ -210,6 +210,7 @@ class Node(Struct, frozen=True):
     cpus: float = 0.0  #: in all; 0: unknown
     host_bytes: int = 0
     address: str = ""  #: by which other nodes reach it; empty: unknown
+    plans_refused: int = 0  #: since its node agent started
 
 
 class Drain(Struct, frozen=True):
