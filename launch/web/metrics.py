@@ -133,6 +133,8 @@ def _rounds(present: Document) -> Iterator[Metric]:
     yield CounterMetricFamily("gpu_arbiter_rounds", "rounds since the ledger began", value=present["round_count"])
     failures = present["policy_failures"]
     yield CounterMetricFamily("gpu_arbiter_policy_failures", "exceptions of policies, which are bugs", value=failures)
+    words = "for how long a round has been under way, or due and not begun; 0 if none is"
+    yield _gauge("round_overdue_seconds", words, present["round_overdue_s"])
     for newest in present["rounds"]:
         since_s = max(0.0, present["at_s"] - views.seconds_of(newest["at"]))
         yield _gauge("seconds_since_round", "since the newest round was decided", since_s)

@@ -198,9 +198,8 @@ RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
     "ArbiterAway": ([series("gpu_arbiter_up", "1 1 0x30")], 5),
     "NoRoundWhilePending": (
         [
-            series("gpu_arbiter_seconds_since_round", "0+60x30"),
+            series("gpu_arbiter_round_overdue_seconds", "0+60x30"),
             series('gpu_arbiter_pending_gpus{tenant="a"}', "2x30"),
-            series('gpu_arbiter_gpus{state="free"}', "1x30"),
         ],
         8,
     ),
@@ -235,7 +234,7 @@ def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
     (tmp_path / "alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
     rules = {rule["alert"]: rule for rule in shipped("alerts.yml")["groups"][0]["rules"]}
     calm = [series("gpu_arbiter_up", "1x60"), series('gpu_arbiter_node_up{node="n"}', "1x60")]
-    calm += [series("gpu_arbiter_seconds_since_round", "900x60"), series('gpu_arbiter_gpus{state="free"}', "0x60")]
+    calm += [series("gpu_arbiter_round_overdue_seconds", "2x60"), series('gpu_arbiter_gpus{state="free"}', "1x60")]
     calm += [series('gpu_arbiter_pending_gpus{tenant="a"}', "2x60"), series('gpu_arbiter_ltgf{tenant="a"}', "0.9x60")]
     calm += [series('gpu_arbiter_plans_refused_total{node="n"}', "5x20 7x40")]  # late plans of a leader that was killed
     tests = [
@@ -264,6 +263,23 @@ def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
     document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "tests.yml").write_text(json.dumps(document))
     promtool("test", "rules", str(tmp_path / "tests.yml"))
+
+
+def test_a_round_is_overdue_while_the_policy_does_not_answer_and_not_while_an_app_cannot_be_served(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = asked.books.site
+    for _ in range(3):
+        asked.books.note(site.node("n1", tasks=asked.books.others, used=site.held("ben-1")) + site.wait(20.0))
+    with at(monkeypatch, site.now):
+        told = samples(browser)
+    assert told["gpu_arbiter_pending_gpus", 'tenant="team"'] == 2.0, "eve-1 wants two, and one is free"
+    assert told["gpu_arbiter_seconds_since_round", ""] > 50.0
+    assert told["gpu_arbiter_round_overdue_seconds", ""] == 0.0
+    site.decides_late = True
+    asked.books.note(site.app("eve-1", gang=2, demand=2) + site.node("n2", 2) + site.wait(1.0))
+    site.now += 7.0
+    assert 7.0 <= samples(browser)["gpu_arbiter_round_overdue_seconds", ""] < 9.0
 
 
 def test_plans_that_a_node_refuses_are_counted(browser: Browser, asked: Asked) -> None:
