@@ -138,6 +138,7 @@ idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site;
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh
+	sh scripts/ensure-chromium.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@mkdir -p out/bench
 	@for script in benchmarks/*.py; do \

@@ -6,6 +6,9 @@ site of weeks with a million leases, too.
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 pytest.importorskip("playwright", reason="playwright is not here: make setup")
 
+from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 from tests.support.web_site import BUSY_PAST, CHROMIUM, Served, chromium, served
 
@@ -163,6 +167,16 @@ def look_at_all(browser: Any, site: Served) -> None:
 
 def test_each_page_is_quiet_and_fit_for_keyboard_large_letters_and_dark_screens(browser: Any, hour: Served) -> None:
     look_at_all(browser, hour)
+
+
+@pytest.mark.full
+def test_the_benchmark_tells_of_each_page_how_long_it_takes_to_load() -> None:
+    command = [sys.executable, "benchmarks/web.py", "--quick", "--leases", "2000", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=580)
+    told = json.loads(done.stdout)
+    assert done.returncode == (0 if told["met"] else 1), done.stderr
+    assert {each["page"] for each in told["pages"]} >= {"now", "timeline", "report", "fairness"}
+    assert all(0.0 < each["p50_s"] <= each["p95_s"] for each in told["pages"])
 
 
 @pytest.mark.full
