@@ -11,6 +11,7 @@ SEED ?= 100
 SEEDS ?= 160
 SITES ?= 1000
 QUIET ?= 500
+SUMS ?= 1000
 # Of both, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
@@ -18,7 +19,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker demo test plain pure system clock alone format lint types contracts check worlds forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker browser demo test plain pure system clock alone format lint types contracts check worlds sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +48,10 @@ $(LOOPS): $(READY) arbiter/core/policies/themis/auction/kernel.py
 broker: ## install RabbitMQ when that is possible, else say what to do
 	sh scripts/ensure-rabbitmq.sh
 
+# After the broker: two installations at a time would stand in each other's way.
+browser: broker ## install Chromium when that is possible, else say what to do
+	sh scripts/ensure-chromium.sh
+
 demo: $(LOOPS) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
 	$(BIN)/gpu-arbiter demo
 
@@ -64,7 +69,7 @@ pure: $(LOOPS)
 	$(BIN)/python -m pytest -n 2 --dist worksteal tests/core tests/gpu tests/papers tests/properties tests/simulation $(AUCTIONS)
 
 # Tests that mostly wait for other processes: more files of them at a time than there are cores.
-system: $(LOOPS) broker
+system: $(LOOPS) browser
 	$(BIN)/python -m pytest -n 4 --dist loadfile -m "not full and not alone and not clock" tests/system tests/contract
 
 # Tests against the clock get a second try (docs/decisions/0003).
@@ -82,7 +87,7 @@ alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)
 
 full: export GPU_ARBITER_FULL = 1
-full: $(LOOPS) broker ## what `make check` leaves out, since quicker tests cover most of it (an hour)
+full: $(LOOPS) browser ## what `make check` leaves out, since quicker tests cover most of it (an hour)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or hypothesis" --ignore tests/system --ignore tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(full or hypothesis) and not alone" tests/system tests/contract
 	$(BIN)/python -m pytest -m "(full or hypothesis) and alone" tests/system
@@ -111,10 +116,13 @@ docs: $(READY) ## the pages as a site, out/docs/index.html; every link and ancho
 	$(BIN)/mkdocs build --strict
 
 check: ## format, lint, types, import contracts, pages, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+broker loops+types+lint+contracts+docs+plain pure system clock alone worlds
+	@$(PYTHON) scripts/parts.py packages+browser loops+types+lint+contracts+docs+plain pure system clock alone worlds
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
+
+sums: $(READY) ## reports and receipts in SUMS (1000) random worlds: to the second what the journal's GPU time adds up to
+	$(BIN)/python -m tests.simulation.test_gpu_time_reports $(SUMS)
 
 forged: $(READY) ## hostile agents, SEEDS (160) sieges for each policy and way of sharing: none may end the arbiter
 	$(BIN)/python -m tests.properties.test_forged_reports $(SEEDS)
@@ -130,6 +138,7 @@ idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site;
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh
+	sh scripts/ensure-chromium.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@mkdir -p out/bench
 	@for script in benchmarks/*.py; do \

@@ -78,15 +78,19 @@ CREATE INDEX IF NOT EXISTS leases_by_end ON leases ("end");
 CREATE INDEX IF NOT EXISTS apps_by_end ON apps (ended_at);
 CREATE INDEX IF NOT EXISTS acts_by_time ON acts (at);
 CREATE INDEX IF NOT EXISTS leases_by_app ON leases (app);
-CREATE INDEX IF NOT EXISTS stretches_by_app ON stretches (app);
+CREATE INDEX IF NOT EXISTS stretches_of_apps ON stretches (app, tenant, start, "end", part, draining);
+CREATE INDEX IF NOT EXISTS stretches_of_gpus ON stretches (gpu, "end");
 CREATE INDEX IF NOT EXISTS stretches_by_time ON stretches ("end");
+CREATE INDEX IF NOT EXISTS stretches_by_length ON stretches (("end" - start));
 CREATE INDEX IF NOT EXISTS losses_by_app ON losses (app);
 CREATE INDEX IF NOT EXISTS losses_by_time ON losses (at);
 CREATE INDEX IF NOT EXISTS events_by_app ON events (app);
-CREATE INDEX IF NOT EXISTS events_by_node ON events (node);
+CREATE INDEX IF NOT EXISTS events_of_nodes ON events (node, at);
 CREATE INDEX IF NOT EXISTS events_by_tenant ON events (tenant);
 CREATE INDEX IF NOT EXISTS events_by_time ON events (at);
 CREATE INDEX IF NOT EXISTS events_by_kind ON events (kind);
+DROP INDEX IF EXISTS stretches_by_app;
+DROP INDEX IF EXISTS events_by_node;
 """
 #: Columns that the first versions of the file had not.
 _ADDED = {"leases": {"had_gpu_s": "REAL NOT NULL DEFAULT 0", "draining_gpu_s": "REAL NOT NULL DEFAULT 0"}}
@@ -127,20 +131,36 @@ INSERT INTO standings (at, tenant, had_gpu_s, fair_gpu_s, quota_gpu_s, lost_gpu_
 ON CONFLICT DO NOTHING
 """
 _SELECT_STRETCHES = 'SELECT lease, app, tenant, gpu, node, start, "end", part, draining FROM stretches'
-#: GPU time of a period, which is named four times, and then the time of the question.
+#: GPU time of a period, which is named four times, and then the time of the question. `END` is the column: with a plus
+#: before it SQLite does not look for the period by the index on ends, but reads all in the order of apps.
 _SELECT_GPU_TIME = """
 SELECT app, tenant, sum(part * seconds), sum(draining * part * seconds)
 FROM (SELECT app, tenant, part, draining,
              CASE WHEN "end" < ? THEN "end" ELSE ? END - CASE WHEN start > ? THEN start ELSE ? END AS seconds
-      FROM stretches WHERE "end" > ? AND start < ? AND "end" <= ?) AS within
+      FROM stretches WHERE {END} > ? AND start < ? AND {END} <= ?) AS within
 GROUP BY app, tenant
 """
-#: Its values: the last id of an event, the id before the first, and both again.
+_GPU_TIME_OF_PERIOD, _GPU_TIME_OF_ALL = (_SELECT_GPU_TIME.format(END=each) for each in ('"end"', '+"end"'))
+#: A period that has so much of the ledger's time is read with all the rest, in the order of apps: nothing is sorted.
+MOST = 0.25
+#: Stretches that overlap a period, and end no later than the longest of all could that began within it.
+_OVERLAPS = '"end" > ? AND start < ? AND "end" <= ?'
+#: Goes from GPU to GPU by the index; its values are those of `_OVERLAPS`.
+_SELECT_GPUS = f"""
+WITH RECURSIVE known (gpu) AS (
+    SELECT min(gpu) FROM stretches
+    UNION ALL SELECT (SELECT min(gpu) FROM stretches WHERE gpu > known.gpu) FROM known WHERE known.gpu IS NOT NULL
+)
+SELECT (SELECT node FROM stretches WHERE gpu = known.gpu AND {_OVERLAPS} ORDER BY "end" LIMIT 1), gpu FROM known
+"""  # noqa: S608 - our words
+#: Its values: the id before the first event, the last id, and both again. Few apps are looked at, each by the index on
+#: apps: SQLite would take the one on kinds, and read all grants there ever were, if the kind were not put together.
 _SELECT_FIRST_GRANTS = """
 SELECT granted.app, granted.tenant, min(granted.at) - min(submitted.at)
-FROM events AS granted JOIN events AS submitted ON submitted.app = granted.app AND submitted.kind = 'submitted'
-WHERE granted.kind = 'granted' AND granted.id <= ? AND granted.app IN
-      (SELECT app FROM events WHERE id > ? AND id <= ? AND kind = 'granted')
+FROM (SELECT DISTINCT app FROM events WHERE id > ? AND id <= ? AND kind || '' = 'granted') AS fresh
+CROSS JOIN events AS granted CROSS JOIN events AS submitted
+WHERE granted.app = fresh.app AND granted.kind || '' = 'granted' AND granted.id + 0 <= ?
+      AND submitted.app = fresh.app AND submitted.kind || '' = 'submitted'
 GROUP BY granted.app, granted.tenant HAVING min(granted.id) > ?
 """
 _INSERT_EVENT = """
@@ -256,9 +276,9 @@ class Ledger:
         (row,) = self._tables.read("SELECT EXISTS (SELECT 1 FROM rounds) OR EXISTS (SELECT 1 FROM leases)")
         return bool(row[0])
 
-    def write(self, record: Record) -> None:
-        """Add one record; writing it again changes nothing."""
-        self._tables.write(*_statements(record))
+    def write(self, *records: Record) -> None:
+        """Add records, all or none; writing one again changes nothing."""
+        self._tables.write(*(statement for record in records for statement in _statements(record)))
 
     def forget_unwritten(self) -> None:
         """Forget records that wait for a commit of ours, where another arbiter has written them."""
@@ -375,12 +395,15 @@ class Ledger:
         return [ActRecord(*row) for row in reversed(self._tables.read(query, (limit,)))]
 
     def events(
-        self, among: EventFilter, *, after: int = 0, since: float = 0.0, limit: int
+        self, among: EventFilter, *, after: int = 0, since: float = 0.0, until: float = inf, limit: int
     ) -> Sequence[tuple[int, EventRecord]]:
         """Return events with their ids, oldest first: the first `limit` of those with an id above `after`."""
         condition, values = _among(among, since)
-        query = f"SELECT id, record FROM events WHERE id > ? AND {condition} ORDER BY id LIMIT ?"  # noqa: S608 - our words
-        rows = self._tables.read(query, (after, *values, limit))
+        for bound, value, usual in (("id > ?", after, 0), ("at < ?", until, inf)):
+            if value != usual:  # a bound that excludes nothing would mislead the choice of an index
+                condition, values = f"{condition} AND {bound}", [*values, value]
+        query = f"SELECT id, record FROM events WHERE {condition} ORDER BY id LIMIT ?"  # noqa: S608 - our words
+        rows = self._tables.read(query, (*values, limit))
         with self._reading():
             return [(int(id_), msgspec.msgpack.decode(packed, type=EventRecord)) for id_, packed in rows]
 
@@ -396,7 +419,7 @@ class Ledger:
 
         With each its tenant, and the seconds from its submission on; an app whose submission is forgotten is left out.
         """
-        rows = self._tables.read(_SELECT_FIRST_GRANTS, (until, after, until, after))
+        rows = self._tables.read(_SELECT_FIRST_GRANTS, (after, until, until, after))
         return [(app, tenant, float(wait_s)) for app, tenant, wait_s in rows]
 
     def failures(self, *, limit: int) -> Sequence[PolicyFailed]:
@@ -414,11 +437,17 @@ class Ledger:
         `longest_s`, so those that began before `end` were over soon after it, where the index on ends finds them.
         """
         last = min(known, end + longest_s)
-        rows = self._tables.read(_SELECT_GPU_TIME, (end, end, start, start, start, end, last))
+        query = _GPU_TIME_OF_ALL if self._is_most(start, end) else _GPU_TIME_OF_PERIOD
+        rows = self._tables.read(query, (end, end, start, start, start, end, last))
         return [(app, tenant, had, draining) for app, tenant, had, draining in rows]
 
+    def _is_most(self, start: float, end: float) -> bool:
+        """Whether a period has much of the time in which stretches ended."""
+        first, last = (self._tables.read(f'SELECT {which}("end") FROM stretches')[0][0] for which in ("min", "max"))  # noqa: S608
+        return first is not None and min(end, last) - max(start, first) >= MOST * (last - first)
+
     def longest_stretch_s(self) -> float:
-        """Return the length of the longest stretch that is over, in seconds. It reads all of them."""
+        """Return the length of the longest stretch that is over, in seconds."""
         ((longest,),) = self._tables.read('SELECT max("end" - start) FROM stretches')
         return float(longest or 0.0)
 
@@ -435,7 +464,12 @@ class Ledger:
 
     def first_stretch(self, *, default: float, live: Sequence[StretchRecord] = ()) -> float:
         """Return when the first stretch began, those that are `live` included; `default` if there is none."""
-        ((first,),) = self._tables.read("SELECT min(start) FROM stretches")
+        ((end,),) = self._tables.read('SELECT min("end") FROM stretches')
+        # The one that began first ended before any could that began after the end of another one.
+        ((first,),) = self._tables.read(
+            'SELECT min(start) FROM stretches WHERE "end" <= ?',
+            (0.0 if end is None else end + self.longest_stretch_s() + 1.0,),
+        )
         starts = [each.start for each in live] + ([] if first is None else [float(first)])
         return min(starts, default=default)
 
@@ -447,16 +481,19 @@ class Ledger:
     def stretches_between(
         self, start: float, end: float, *, gpus: Sequence[str] = (), limit: int = _ALL, offset: int = 0
     ) -> Sequence[StretchRecord]:
-        """Return stretches that are over and overlap a period, of all GPUs or of some, by their start."""
+        """Return stretches that are over and overlap a period, of all GPUs or of some, by their end."""
         chosen = f"AND gpu IN ({', '.join('?' * len(gpus))})" if gpus else ""
-        within = f'WHERE "end" > ? AND start < ? {chosen} ORDER BY start, gpu, lease LIMIT ? OFFSET ?'
-        rows = self._tables.read(f"{_SELECT_STRETCHES} {within}", (start, end, *gpus, limit, offset))
+        query = f'{_SELECT_STRETCHES} WHERE {_OVERLAPS} {chosen} ORDER BY "end", gpu, lease LIMIT ? OFFSET ?'
+        rows = self._tables.read(query, (*self._overlap(start, end), *gpus, limit, offset))
         return [_stretch(row) for row in rows]
 
     def gpus_between(self, start: float, end: float) -> Sequence[tuple[str, str]]:
-        """Return the nodes and GPUs that any app had in a period, sorted."""
-        query = 'SELECT DISTINCT node, gpu FROM stretches WHERE "end" > ? AND start < ?'
-        return sorted((node, gpu) for node, gpu in self._tables.read(query, (start, end)))
+        """Return the GPUs that any app had in a period, each after the node where that was first, sorted."""
+        rows = self._tables.read(_SELECT_GPUS, self._overlap(start, end))
+        return sorted((node, gpu) for node, gpu in rows if node is not None)
+
+    def _overlap(self, start: float, end: float) -> tuple[float, float, float]:
+        return start, end, end + self.longest_stretch_s() + 1.0  # a second more than sums of numbers err by
 
     def copy(self, path: Path) -> None:
         """Write a copy of a ledger in a file to `path`, whole, while another process may write on.

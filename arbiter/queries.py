@@ -212,7 +212,7 @@ class Queries:
             case "nodes":
                 return [_answer(sender, query, self._nodes(now, query))]
             case "rounds":
-                return [_answer(sender, query, self._rounds(query))]
+                return [_answer(sender, query, self._rounds(now, query))]
             case "leases":
                 return [_answer(sender, query, self._leases(now, query))]
             case "shares":
@@ -426,6 +426,7 @@ class Queries:
             "rack": node.rack,
             "state": "up" if up else "lost",
             "last_seen_s": now - since,
+            "plans_refused": node.plans_refused,
             "drain": self._drain(node.id),
             "gpus": [
                 _gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu])
@@ -491,7 +492,7 @@ class Queries:
             for gpus, count in sorted(alike.items())
         ]
 
-    def _rounds(self, query: Query) -> dict[str, Any]:
+    def _rounds(self, now: float, query: Query) -> dict[str, Any]:
         """Return rounds, newest first; a round that comes between two pages only repeats an entry."""
         wanted = min(query.limit or ROUNDS_READ_MAX, ROUNDS_READ_MAX)
         records, count = self._ledger.rounds(limit=wanted, offset=query.offset), self._ledger.round_count()
@@ -500,8 +501,16 @@ class Queries:
             "schema": "rounds/v1",
             "count": count,
             "policy_failures": self._arbiter.state.policy_failures,
+            "overdue_s": self._overdue_s(now),
             **_page("rounds", query, map(_round, records), more=more),
         }
+
+    def _overdue_s(self, now: float) -> float:
+        """Return for how long a round has been under way, or due and not begun; 0 if none is."""
+        phase, due = self._arbiter.state.phase, self._arbiter.next_round()
+        if not isinstance(phase, model.Idle):
+            return now - phase.started_at
+        return 0.0 if due is None else max(0.0, now - due)
 
     def _leases(self, now: float, query: Query) -> dict[str, Any]:
         """Return leases: those that are held now, then those that are over, the last to end first."""

@@ -8,7 +8,7 @@ to the time that the arbiter's state has counted for its tenants (`state.gpu_tim
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import inf
 from typing import Any, Literal, get_args
@@ -64,17 +64,17 @@ class Report(Struct, frozen=True):
     ) -> Iterator[ReportRow]:
         sums: defaultdict[tuple[TenantId | None, str | None, AppId | None], list[float]]
         sums = defaultdict(lambda: [0.0, 0.0, 0.0])
-        for app, tenant, *seconds in ledger.gpu_time(start, end, known=self.now, longest_s=longest_s):
-            _add(sums[self._key(app, tenant)], seconds)
+        for app, tenant, had, draining in ledger.gpu_time(start, end, known=self.now, longest_s=longest_s):
+            _add(sums[self._key(app, tenant)], had, draining)
         for each in live:
             had = each.gpu_s(start, end)
-            _add(sums[self._key(each.app, each.tenant)], (had, had if each.draining else 0.0))
+            _add(sums[self._key(each.app, each.tenant)], had, had if each.draining else 0.0)
         for app, tenant, lost in ledger.lost(start, end):
-            _add(sums[self._key(app, tenant)], (0.0, 0.0, lost))
+            _add(sums[self._key(app, tenant)], 0.0, 0.0, lost)
         last = min(end, self.now)
-        for key, seconds in sorted(sums.items(), key=lambda item: [each or "" for each in item[0]]):
-            if any(seconds):
-                yield ReportRow(start, last, *key, *seconds)
+        for key in sorted(sums):  # all have None in the same places, which is never compared
+            if any(sums[key]):
+                yield ReportRow(start, last, *key, *sums[key])
 
     def _key(self, app: AppId, tenant: TenantId) -> tuple[TenantId | None, str | None, AppId | None]:
         match self.by:
@@ -118,6 +118,7 @@ def live_stretches(state: State, now: float) -> Iterator[StretchRecord]:
         )
 
 
-def _add(total: list[float], more: Iterable[float]) -> None:
-    for place, seconds in enumerate(more):
-        total[place] += seconds
+def _add(total: list[float], had: float, draining: float, lost: float = 0.0) -> None:
+    total[0] += had
+    total[1] += draining
+    total[2] += lost

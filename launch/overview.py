@@ -36,6 +36,7 @@ def gather(ask: Source, now: float) -> dict[str, Any]:
         "rounds": rounds["rounds"],
         "round_count": rounds["count"],
         "policy_failures": rounds["policy_failures"],
+        "round_overdue_s": rounds.get("overdue_s", 0.0),  # an arbiter before this version tells none
     }
 
 

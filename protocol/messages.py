@@ -410,6 +410,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     wall_s: WallClock = 0.0
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
     beat_s: Seconds = 0.0  #: the beat that an arbiter told it; 0: none did
+    plans_refused: Count = 0  #: since the node agent started: of other sites, or older than one that it has seen
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):

@@ -79,7 +79,7 @@ def up(
 
         _set_log_level(log_level)
         if web:
-            check_libraries()
+            check_libraries(traces=False)
         if not gpus.startswith("simulated") and nodes != 1:
             raise usage(f"--gpus {gpus} is this host, which is one node", "leave --nodes out")
         with faults():

@@ -35,6 +35,12 @@ def web(
     token_file: Annotated[
         Path | None, typer.Option(help="a file with the token, for your user only  [default: a new one at each start]")
     ] = None,
+    traces: Annotated[
+        str,
+        typer.Option(
+            metavar="URL", help="send a trace of each round to this collector, such as http://HOST:4318/v1/traces"
+        ),
+    ] = "",
 ) -> None:
     """Show the site in a browser: GPUs, timeline, fairness, rounds, apps and reports. Ctrl-C ends it.
 
@@ -43,7 +49,9 @@ def web(
     It reads the ledger and asks the arbiter as your user; it changes nothing, and shows no output of tasks.
     """
     with answering(as_json=False):
-        check_libraries()
+        if traces and not traces.startswith(("http://", "https://")):
+            raise usage(f"--traces is {traces!r}", "name an address such as http://localhost:4318/v1/traces")
+        check_libraries(traces=bool(traces))
         token = "" if host in LOOPBACK and token_file is None else _token(token_file)
         from launch.site.site import user_folder
         from launch.web.process import serve_pages
@@ -52,7 +60,7 @@ def web(
             raise usage("--ledger and --journal-file are two places of one ledger", "name the one where it is")
         default = user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up" / "arbiter" / "ledger.db"
         place = ledger or default if journal_file is None else address_of(journal_file)
-        serve_pages(place, host=host, port=port, token=token, told=note)
+        serve_pages(place, host=host, port=port, token=token, traces=traces, told=note)
 
 
 def _token(file: Path | None) -> str:

@@ -1,31 +1,26 @@
-"""Pieces of pages beside the tables of the ledger: leases of now, marks, a report without the arbiter."""
+"""Pieces of pages beside the tables of the ledger: leases of now, marks, a report with the leases of now."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from arbiter import reports
 from arbiter.core.effects import EventRecord, StretchRecord
 from arbiter.ledger import Ledger
-from launch.faults import Fault
 from launch.web.drawing import Mark
 from launch.web.sources import Sources
-from protocol.messages import AppId, EventFilter, GpuId, LeaseId, NodeId, TenantId, device_of
+from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TenantId, device_of
 
-#: Events that one drawing takes in: the newest of its period.
-EVENTS_DRAWN = 20_000
+#: Events that one drawing takes in: the first of its period, on its nodes.
+EVENTS_DRAWN = 50_000
 #: Leases that are asked for; those that are not over come first.
 LIVE_MAX = 5_000
 
 
-def live(sources: Sources) -> Sequence[StretchRecord]:
-    """Return the leases of now, as stretches up to now; none if the arbiter does not answer."""
-    try:
-        held = sources.ask("leases", limit=LIVE_MAX)["leases"]
-    except Fault:
-        return ()
+def live(sources: Sources) -> tuple[Sequence[StretchRecord], str]:
+    """Return the leases of now, as stretches up to now; none, and why, if the arbiter does not answer."""
+    told, why = sources.tried(lambda: sources.ask("leases", limit=LIVE_MAX))
     return [
         StretchRecord(
             *(LeaseId(each["lease"]), AppId(each["app"]), TenantId(each["tenant"]), device_of(GpuId(each["gpu"]))),
@@ -35,16 +30,31 @@ def live(sources: Sources) -> Sequence[StretchRecord]:
             part=float(each["part"]),
             draining=bool(each["draining"]),
         )
-        for each in held
+        for each in (told["leases"] if told else ())
         if each.get("part")
-    ]
+    ], why
+
+
+def report(
+    sources: Sources, by: reports.By, edges: Sequence[float], now: float
+) -> tuple[Sequence[reports.ReportRow], str]:
+    """Return the rows of a report; and why the leases of now are not in it, if the arbiter does not answer.
+
+    It is summed here: of a long ledger the rows by app are a hundred thousand, which the arbiter need not send.
+    """
+    held, why = live(sources)
+    with sources.ledger() as ledger:
+        return reports.Report(by, tuple(edges), max((each.end for each in held), default=now), tuple(held)).rows(
+            ledger
+        ), why
 
 
 def marks(ledger: Ledger, stretches: Sequence[StretchRecord], start: float, end: float) -> Sequence[Mark]:
-    """Return the parks and preemptions of a period, on the GPUs that the apps had at that moment."""
-    among = EventFilter(kinds=("preempted", "suspended", "resumed", "exited", "finished", "cancelled", "failed"))
-    found = ledger.events(among, since=start, limit=EVENTS_DRAWN)
-    events = [event for _, event in found if event.at < end]
+    """Return the parks and preemptions of a period on the nodes of `stretches`, on the GPUs that the apps then had."""
+    kinds: Sequence[EventKind] = ("preempted", "suspended", "resumed", "exited", "finished", "cancelled", "failed")
+    among = EventFilter(kinds=tuple(kinds), nodes=tuple(sorted({each.node for each in stretches})))
+    found = ledger.events(among, since=start, until=end, limit=EVENTS_DRAWN) if stretches else ()
+    events = [event for _, event in found]
     cuts = [Mark(gpu, each.at, each.at) for each in events if each.kind == "preempted" for gpu in each.gpus]
     return [*cuts, *_parks(events, stretches, end)]
 
@@ -70,9 +80,3 @@ def _parked(began: EventRecord, until: float, held: dict[tuple[str, str], list[S
     had = held.get((str(began.app), str(began.node)), ())
     for gpu in sorted({each.gpu for each in had if each.start <= began.at <= each.end}):
         yield Mark(gpu, began.at, until)
-
-
-def report(ledger: Ledger, by: Any, edges: Sequence[float], now: float) -> dict[str, Any]:
-    """Return a report without the leases of now, as ``report/v1``."""
-    rows = reports.Report(by, tuple(edges), now, ()).rows(ledger)
-    return {"by": by, "report": [reports.document(row) for row in rows]}

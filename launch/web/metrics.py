@@ -133,6 +133,8 @@ def _rounds(present: Document) -> Iterator[Metric]:
     yield CounterMetricFamily("gpu_arbiter_rounds", "rounds since the ledger began", value=present["round_count"])
     failures = present["policy_failures"]
     yield CounterMetricFamily("gpu_arbiter_policy_failures", "exceptions of policies, which are bugs", value=failures)
+    words = "for how long a round has been under way, or due and not begun; 0 if none is"
+    yield _gauge("round_overdue_seconds", words, present["round_overdue_s"])
     for newest in present["rounds"]:
         since_s = max(0.0, present["at_s"] - views.seconds_of(newest["at"]))
         yield _gauge("seconds_since_round", "since the newest round was decided", since_s)
@@ -167,6 +169,13 @@ def _gpus(present: Document) -> Iterator[Metric]:
     yield _labelled("gpus", "GPUs by state", ("state",), states.items())
     up = (((str(node["id"]),), float(node["state"] == "up")) for node in present["nodes"])
     yield _labelled("node_up", "whether a node reports", ("node",), up)
+    words = "plans of other sites or of former leaders that a node agent has refused since it started"
+    refused = CounterMetricFamily("gpu_arbiter_plans_refused", words, labels=("node",))
+    for node in present["nodes"]:
+        refused.add_metric(
+            (str(node["id"]),), node.get("plans_refused", 0)
+        )  # an arbiter before this version tells none
+    yield refused
     leaving = (((str(gpu["id"]), str(node["id"])), float(gpu["state"] == "draining")) for node, gpu in gpus)
     yield _labelled("gpu_draining", "whether a GPU is being left", ("gpu", "node"), leaving)
     held = (

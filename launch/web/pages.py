@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
+from typing import cast
 
 from msgspec import Struct
 
@@ -218,7 +219,7 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
     moment = time.time()
     edges = wanted.edges or (moment - DAY_S, moment)
     start, end = edges[0], edges[-1]
-    live = [each for each in history.live(sources) if each.start < end]
+    live = [each for each in history.live(sources)[0] if each.start < end]
     with sources.ledger() as ledger:
         known = sorted({*ledger.gpus_between(start, end), *((each.node, each.gpu) for each in live)})
         drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]
@@ -298,14 +299,11 @@ def report(sources: Sources, wanted: Wanted) -> Page:
     by, moment = wanted.wishes.get("by") or "tenant", time.time()
     if by not in reports.SUMMED_BY:
         raise usage(f"by is {by!r}", f"choose one of {', '.join(reports.SUMMED_BY)}")
-    edges = wanted.edges
-    told, why = sources.tried(lambda: sources.ask("report", by, edges=edges))
-    if told is None:
-        with sources.ledger() as ledger:
-            told = history.report(ledger, by, edges, moment)
-    columns, rows = views.report_sheet(told)
+    found, why = history.report(sources, cast("reports.By", by), wanted.edges, moment)
+    shown = [reports.document(row) for row in found[: wanted.number * ROWS_MAX + 1]]
+    columns, rows = views.report_sheet({"by": by, "report": shown})
     named = [APP if column == "app" else Column(column) for column in columns]
-    total = sum(float(row["gpu_seconds"]) for row in told["report"])
+    total = sum(row.had_gpu_s for row in found)
     text = f"{total / 3600:.2f} GPU-hours in all."
     return Page(
         "report", "Report", (sheet("report", "GPU time", named, rows, wanted.number),), wanted.number, text=text,  # type: ignore[arg-type]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import uvicorn
@@ -18,8 +19,10 @@ from protocol.journal import JournalError
 REQUESTS_MAX = 64
 
 
-def serve_pages(ledger: Path | str, *, host: str, port: int, token: str, told: Callable[[str], None]) -> None:
-    """Listen, tell the address by `told`, and answer until SIGINT or SIGTERM.
+def serve_pages(
+    ledger: Path | str, *, host: str, port: int, token: str, traces: str, told: Callable[[str], None]
+) -> None:
+    """Listen, tell the address by `told`, and answer until SIGINT or SIGTERM; with `traces`, send them there meanwhile.
 
     Raises
     ------
@@ -33,15 +36,26 @@ def serve_pages(ledger: Path | str, *, host: str, port: int, token: str, told: C
     listening = _listening(host, port)
     name = f"[{host}]" if ":" in host else host
     told(f"the site is at http://{name}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    sources = Sources(ledger)
     config = uvicorn.Config(
-        make_app(Sources(ledger), token=token),
+        make_app(sources, token=token),
         log_level="warning",
         access_log=False,
         server_header=False,
         limit_concurrency=REQUESTS_MAX,
         timeout_graceful_shutdown=3,
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    with _sending(traces, sources):
+        uvicorn.Server(config).run(sockets=[listening])
+
+
+def _sending(address: str, sources: Sources) -> AbstractContextManager[None]:
+    """Send traces to an address, if there is one: only that needs the libraries of the extra `otel`."""
+    if not address:
+        return nullcontext()
+    from launch.web.traces import told_to
+
+    return told_to(address, sources)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -88,6 +88,7 @@ def statuses(node: NodeState) -> NodeReport:
         site=node.site,
         address=node.facts.address,
         beat_s=node.told_beat_s,
+        plans_refused=node.plans_refused,
     )
 
 

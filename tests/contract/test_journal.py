@@ -400,8 +400,11 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
         assert ledger.first_stretch(default=5.0, live=[stretch("l3", 8.0, 9.0)]) == 8.0
         assert ledger.has(stretch("l1", 20.0, 27.0))
         assert not ledger.has(stretch("l1", 20.0, 25.0))
-        assert ledger.stretches_between(0.0, inf) == [first, other, last]
-        assert ledger.stretches_between(20.0, 26.0, limit=1, offset=1) == [last]
+        assert ledger.gpu_time(24.0, 99.0, known=99.0) == [(*ana, 1.0, 1.0), (*bob, 6.0, 0.0)]
+        assert ledger.gpu_time(29.0, 99.0, known=99.0) == [(*bob, 1.0, 0.0)], "a part of the whole that is small"
+        assert ledger.stretches_between(0.0, inf) == [first, last, other]
+        assert ledger.stretches_between(0.0, 11.0) == [first], "the others begin later"
+        assert ledger.stretches_between(20.0, 26.0, limit=1, offset=1) == [other]
         assert ledger.stretches_between(0.0, 99.0, gpus=("g",)) == [first, last]
         assert ledger.gpus_between(0.0, 99.0) == [("n1", "f"), ("n1", "g")]
         assert ledger.gpus_between(26.0, 99.0) == [("n1", "f")]

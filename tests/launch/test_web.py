@@ -358,6 +358,32 @@ def test_the_verb_serves_a_ledger_at_the_address_that_it_prints_and_ends_by_a_si
             process.kill()
 
 
+#: Reads the ledger of a file, and stays in the middle of that.
+IN_MID_READ = """
+import sys
+from pathlib import Path
+from arbiter.ledger import Ledger
+reading = Ledger.reader(Path(sys.argv[1]))._tables._database.execute("SELECT * FROM stretches")
+print(reading.fetchone()[0], flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_reader_that_is_slow_or_killed_keeps_the_arbiter_from_nothing(asked: Asked) -> None:
+    ledger, app = asked.books.ledger, AppId("p-1")
+    command = [sys.executable, "-c", IN_MID_READ, str(asked.place)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().strip()
+        ledger.write(stretch("g1", 0.0, 60.0))  # raises an error where it had to wait
+        assert ledger.prune(1.0, most=1) is False
+        process.kill()
+        process.wait(PATIENCE_S)
+        ledger.write(stretch("g2", 0.0, 60.0))
+    with asked.ledger() as reader:
+        assert [each.gpu for each in reader.stretches_of(app)] == ["g1", "g2"]
+
+
 @pytest.mark.parametrize(
     ("words", "code", "names"),
     [

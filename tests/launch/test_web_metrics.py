@@ -141,9 +141,9 @@ def test_each_name_in_a_rule_or_a_panel_is_exposed(browser: Browser) -> None:
     assert len(used) > 12
 
 
-def test_ten_rules_and_the_dashboard_are_served(browser: Browser) -> None:
+def test_the_rules_and_the_dashboard_are_served(browser: Browser) -> None:
     (group,) = yaml.safe_load(browser.get("/alerts.yml")[2])["groups"]
-    assert len(group["rules"]) == 10
+    assert len(group["rules"]) == RULES == len(RAISED)
     assert all(rule["annotations"].keys() == {"summary", "mend"} for rule in group["rules"])
     dashboard = json.loads(browser.get("/dashboard.json")[2])
     assert [panel["id"] for panel in dashboard["panels"]] == list(range(1, len(dashboard["panels"]) + 1))
@@ -192,14 +192,14 @@ def series(name: str, values: str) -> dict[str, str]:
     return {"series": name, "values": values}
 
 
+RULES = 11
 #: Of an alert, the series that raise it, and after how many minutes it must stand; a minute between two values.
 RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
     "ArbiterAway": ([series("gpu_arbiter_up", "1 1 0x30")], 5),
     "NoRoundWhilePending": (
         [
-            series("gpu_arbiter_seconds_since_round", "0+60x30"),
+            series("gpu_arbiter_round_overdue_seconds", "0+60x30"),
             series('gpu_arbiter_pending_gpus{tenant="a"}', "2x30"),
-            series('gpu_arbiter_gpus{state="free"}', "1x30"),
         ],
         8,
     ),
@@ -207,6 +207,20 @@ RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
     "HistoryBeganAnew": ([series("gpu_arbiter_history_since_timestamp_seconds", "100x5 900x5")], 8),
     "NodeLost": ([series('gpu_arbiter_node_up{node="n"}', "1 0x30")], 5),
     "PolicyFails": ([series("gpu_arbiter_policy_failures_total", "0x3 1x9")], 6),
+    "PlansRefused": ([series('gpu_arbiter_plans_refused_total{node="n"}', "0x3 3 6 9x20")], 8),
+    "GpusOutOfService": (
+        [series('gpu_arbiter_gpus{state="lost"}', "2x30"), series('gpu_arbiter_gpus{state="free"}', "8x30")],
+        15,
+    ),
+    "TenantBelowItsShare": ([series('gpu_arbiter_ltgf{tenant="a"}', "0.5x400")], 365),
+    "AppWaitsForADay": ([series('gpu_arbiter_oldest_wait_seconds{tenant="a"}', "86000+100x20")], 8),
+    "WorkIsLost": (
+        [
+            series('gpu_arbiter_lost_gpu_seconds_total{tenant="a"}', "0+10x60"),
+            series('gpu_arbiter_gpu_seconds_total{tenant="a"}', "0+60x60"),
+        ],
+        40,
+    ),
 }
 
 
@@ -220,17 +234,23 @@ def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
     (tmp_path / "alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
     rules = {rule["alert"]: rule for rule in shipped("alerts.yml")["groups"][0]["rules"]}
     calm = [series("gpu_arbiter_up", "1x60"), series('gpu_arbiter_node_up{node="n"}', "1x60")]
-    calm += [series("gpu_arbiter_seconds_since_round", "900x60"), series('gpu_arbiter_gpus{state="free"}', "0x60")]
-    calm += [series('gpu_arbiter_pending_gpus{tenant="a"}', "2x60")]
+    calm += [series("gpu_arbiter_round_overdue_seconds", "2x60"), series('gpu_arbiter_gpus{state="free"}', "1x60")]
+    calm += [series('gpu_arbiter_pending_gpus{tenant="a"}', "2x60"), series('gpu_arbiter_ltgf{tenant="a"}', "0.9x60")]
+    calm += [series('gpu_arbiter_plans_refused_total{node="n"}', "5x20 7x40")]  # late plans of a leader that was killed
     tests = [
         {
             "interval": "1m",
             "input_series": calm,
-            "alert_rule_test": [{"eval_time": "59m", "alertname": name, "exp_alerts": []} for name in rules],
+            "alert_rule_test": [
+                {"eval_time": moment, "alertname": name, "exp_alerts": []}
+                for name in rules
+                for moment in ("5m", "25m", "59m")
+            ],
         }
     ]
     for name, (inputs, minutes) in RAISED.items():
-        labels = dict(re.findall(r'(\w+)="(\w+)"', inputs[0]["series"])) | rules[name]["labels"]
+        whole = rules[name]["expr"].startswith("sum(")
+        labels = dict(re.findall(r'(\w+)="(\w+)"', inputs[0]["series"]) if not whole else ()) | rules[name]["labels"]
         words = {key: filled(text, labels) for key, text in rules[name]["annotations"].items()}
         expected = [{"exp_labels": labels, "exp_annotations": words}]
         tests.append(
@@ -243,6 +263,30 @@ def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
     document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
     (tmp_path / "tests.yml").write_text(json.dumps(document))
     promtool("test", "rules", str(tmp_path / "tests.yml"))
+
+
+def test_a_round_is_overdue_while_the_policy_does_not_answer_and_not_while_an_app_cannot_be_served(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = asked.books.site
+    for _ in range(3):
+        asked.books.note(site.node("n1", tasks=asked.books.others, used=site.held("ben-1")) + site.wait(20.0))
+    with at(monkeypatch, site.now):
+        told = samples(browser)
+    assert told["gpu_arbiter_pending_gpus", 'tenant="team"'] == 2.0, "eve-1 wants two, and one is free"
+    assert told["gpu_arbiter_seconds_since_round", ""] > 50.0
+    assert told["gpu_arbiter_round_overdue_seconds", ""] == 0.0
+    site.decides_late = True
+    asked.books.note(site.app("eve-1", gang=2, demand=2) + site.node("n2", 2) + site.wait(1.0))
+    site.now += 7.0
+    assert 7.0 <= samples(browser)["gpu_arbiter_round_overdue_seconds", ""] < 9.0
+
+
+def test_plans_that_a_node_refuses_are_counted(browser: Browser, asked: Asked) -> None:
+    key = ("gpu_arbiter_plans_refused_total", 'node="n1"')
+    assert samples(browser)[key] == 0.0
+    asked.books.note(asked.books.site.node("n1", plans_refused=4))
+    assert samples(browser)[key] == 4.0
 
 
 def test_a_gpu_that_is_being_left_is_told(browser: Browser, asked: Asked) -> None:

@@ -143,6 +143,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             wall_s=1.75e9,
             beat_s=10.0,
             address="gpu-1",
+            plans_refused=3,
         ),
     ),
     (

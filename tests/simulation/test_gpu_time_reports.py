@@ -1,7 +1,11 @@
-"""Reports and receipts over random worlds full of faults: what the ledger adds up to is what the state has counted."""
+"""Reports and receipts over random worlds full of faults: what the ledger adds up to is what the state has counted.
+
+``python -m tests.simulation.test_gpu_time_reports 50`` judges so many worlds.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from random import Random
@@ -117,3 +121,12 @@ def test_reports_and_receipts_of_worlds_full_of_faults_add_up() -> None:
 @pytest.mark.timeout(3600)
 def test_reports_and_receipts_of_a_thousand_worlds_add_up() -> None:
     assert sum(map(check, range(5000, 6000))) > 1000
+
+
+def main(count: int) -> None:
+    preemptions = sum(map(check, range(5000, 5000 + count)))
+    print(f"reports and receipts of {count} worlds add up to the second, with {preemptions} preemptions")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,32 +1,43 @@
 """A site of two nodes with four simulated GPUs each, in one process: ``python -m tests.support.page_site FOLDER``.
 
-It prints the path of its socket once all is ready, and ends with its standard input.
+It prints the path of its socket once all is ready, and ends with its standard input. While there is a file `stall` in
+its folder the policy does not answer; while there is a file `rival`, another arbiter sends plans to the nodes.
+After a loss of the journal ``--adopt-site`` takes the site over.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from secrets import token_hex
 
 from typer.testing import CliRunner
 
+from arbiter.core.policies.queues.fifo import Fifo
+from arbiter.core.registry import POLICIES, Entry
+from arbiter.core.seam import AppView, View
 from arbiter.core.state.model import ArbiterSettings
 from launch import cli, log_lines
 from launch.client import Client, open_client
-from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
-from protocol.messages import OwnerId
+from launch.site import site as sites
+from launch.site.site import Site, end_everything, local_site, memory_bus, wait_ready
+from protocol.bus import Bus, Outgoing
+from protocol.codec import encode
+from protocol.messages import ARBITER, NodeId, NodePlan, OwnerId, Party
 from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 
 OWNER = OwnerId("alice")
-SETTINGS = ArbiterSettings(policy="fifo", round_pause_s=0.1, beat_s=0.2, admission_wait_s=1.0, admins=(OWNER,))
+STALLING = "fifo-that-stalls"
+SETTINGS = ArbiterSettings(policy=STALLING, round_pause_s=0.1, beat_s=0.2, admission_wait_s=1.0, admins=(OWNER,))
 #: A program that ends once there is a file `end` in its folder.
 TRAIN = """
 import time
@@ -114,9 +125,9 @@ class PageSite:
 
 
 @contextmanager
-def site_process(folder: Path) -> Iterator[Path]:
+def site_process(folder: Path, *words: str) -> Iterator[Path]:
     """Run the site of a folder, the same again if it ran before; give its socket."""
-    command = (sys.executable, "-m", "tests.support.page_site", str(folder / "site"))
+    command = (sys.executable, "-m", "tests.support.page_site", str(folder / "site"), *words)
     with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -138,14 +149,43 @@ def page_site(folder: Path) -> Iterator[PageSite]:
             site.begin_anew()
 
 
-def main(folder: Path) -> None:
+def stalling(folder: Path) -> type[Fifo]:
+    """Return a policy that answers nothing while there is a file `stall`."""
+
+    class Stalling(Fifo):
+        def order(self, view: View) -> Sequence[AppView]:
+            while (folder / "stall").exists():
+                time.sleep(0.02)
+            return super().order(view)
+
+    return Stalling
+
+
+async def rival(site: Site, bus: Bus, folder: Path) -> None:
+    """Speak to the nodes as an arbiter of no site."""
+    link = await bus.connect(ARBITER)
+    plans = [(Party("node", node.node), NodePlan(NodeId(node.node), 0, 0, (), ())) for node in site.nodes]
+    while True:
+        if (folder / "rival").exists():
+            await link.send([Outgoing(to, encode(plan, sender=ARBITER, id=token_hex(4))) for to, plan in plans])
+        await asyncio.sleep(0.2)
+
+
+def main(folder: Path, *words: str) -> None:
     log_lines.configure("error")
-    site = local_site(folder, nodes=2, gpus="simulated:4", owner=OWNER, settings=SETTINGS)
-    with in_process(site, memory_bus()) as check:
-        wait_ready(site, check)
+    POLICIES[STALLING] = Entry(stalling(folder), live=True)
+    adopts = "--adopt-site" in words
+    site = local_site(folder, nodes=2, gpus="simulated:4", owner=OWNER, settings=SETTINGS, adopt_site=adopts)
+    bus = memory_bus()
+    background = sites._Background(lambda: [*sites.daemons(site, bus, end_workers=True), rival(site, bus, folder)])
+    background.start()
+    try:
+        wait_ready(site, background.check)
         print(site.socket, flush=True)
         sys.stdin.read()
+    finally:
+        background.stop()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

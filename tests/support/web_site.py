@@ -1,5 +1,7 @@
 """The web page over an hour of a site with two nodes and two tenants, in this process, and Chromium to look at it.
 
+Before that hour there may be weeks of a busy site (`busy_past`).
+
 ``python -m tests.support.web_site FOLDER`` leaves a picture of each page in a folder, as in docs/images.
 It needs the package ``playwright`` and Debian's ``chromium``.
 """
@@ -11,12 +13,13 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import uvicorn
+from msgspec import Struct
 
 from arbiter.ledger import Ledger
 from launch.web.server import make_app
@@ -25,29 +28,46 @@ from tests.core.test_gpu_time import FIFO
 from tests.core.test_reports import Books
 from tests.launch.test_web import Asked
 from tests.support.arbiter_site import Site
+from tests.support.busy_past import BusyPast
 from tests.support.patience import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium")
-#: The pages by a name for each.
-PAGES = {
-    "now": "/",
-    "timeline": "/timeline?since=1h",
-    "app": "/apps/ben-3",
-    "fairness": "/fairness",
-    "rounds": "/rounds",
-    "round": "/rounds/2",
-    "report": "/report?by=app",
-    "error": "/nothing",
-}
 STEP_S = 120.0
 STEPS = 28
+#: Its last leases end before the hour begins.
+BUSY_PAST = BusyPast(end=time.time() - STEP_S * (STEPS + 1))
+
+
+class Served(Struct, frozen=True):
+    """A site that is served: its address, without a slash at its end, and the paths of its pages by a name for each."""
+
+    address: str
+    pages: Mapping[str, str]
+
+
+def pages_of(past: BusyPast | None) -> Mapping[str, str]:
+    """Return the paths of pages that have something to show, and of one that is not there."""
+    app, number, begin = ("ben-3", 2, "1h") if past is None else (past.app_of_last_turn(), past.rounds - 100, "7d")
+    return {
+        "now": "/?refresh=off",
+        "timeline": f"/timeline?since={begin}",
+        "app": f"/apps/{app}",
+        "fairness": "/fairness",
+        "rounds": "/rounds",
+        "round": f"/rounds/{number}",
+        "report": "/report?by=app",
+        "error": "/nothing",
+    }
 
 
 class Hour(Books):
     """Every two minutes an app comes that wants one to four GPUs; it leaves its GPUs after 8 to 14 minutes."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, past: BusyPast | None = None) -> None:
+        if past is not None and not path.exists():
+            past.write(path)
         self.site, self.ledger = Site(FIFO, start=time.time() - STEP_S * STEPS), Ledger(path)
+        self.site.arbiter.state.round = 0 if past is None else past.rounds
         for name in ("n1", "n2"):
             self.note(self.site.node(name, 4))
         self.note(self.site.wait(0.0))
@@ -81,10 +101,10 @@ class Hour(Books):
 
 
 @contextmanager
-def served(folder: Path) -> Iterator[str]:
-    """Serve the pages of such an hour; give their address, without a slash at its end."""
+def served(folder: Path, past: BusyPast | None = None) -> Iterator[Served]:
+    """Serve the pages of such an hour, and of the weeks before it."""
     path = folder / "ledger.db"
-    config = uvicorn.Config(make_app(Asked(Hour(path), path)), port=0, log_level="warning")
+    config = uvicorn.Config(make_app(Asked(Hour(path, past), path)), port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -93,7 +113,8 @@ def served(folder: Path) -> Iterator[str]:
         while not server.started:
             assert time.monotonic() < deadline, "the pages are not served"
             time.sleep(0.02)
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+        yield Served(address, pages_of(past))
     finally:
         server.should_exit = True
         thread.join()
@@ -113,10 +134,10 @@ def chromium() -> Iterator[Any]:
 
 
 def main(folder: Path) -> None:
-    with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as address, chromium() as browser:
-        for name, path in PAGES.items() - {("error", PAGES["error"])}:
+    with tempfile.TemporaryDirectory() as scratch, served(Path(scratch)) as site, chromium() as browser:
+        for name, path in site.pages.items() - {("error", site.pages["error"])}:
             page = browser.new_page(viewport={"width": 1100, "height": 620})
-            page.goto(address + path)
+            page.goto(site.address + path)
             page.screenshot(path=folder / f"web-{name}.png")
 
 

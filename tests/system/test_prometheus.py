@@ -21,7 +21,8 @@ import pytest
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
-from tests.support.page_site import page_site, site_process
+from tests.launch.test_web_metrics import RULES
+from tests.support.page_site import PageSite, page_site, site_process
 from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
 
@@ -141,7 +142,7 @@ def test_prometheus_scrapes_a_site_and_an_alert_comes_and_goes(tmp_path: Path) -
         with web(tmp_path, site.socket) as target:
             shipped = get(f"http://{target}/alerts.yml")
             (tmp_path / "shipped.yml").write_text(shipped)
-            assert "SUCCESS: 10 rules found" in promtool("check", "rules", str(tmp_path / "shipped.yml"))
+            assert f"SUCCESS: {RULES} rules found" in promtool("check", "rules", str(tmp_path / "shipped.yml"))
             assert promtool("check", "metrics", told=get(f"http://{target}/metrics")) == ""
             quick = re.sub(r"\bfor: \w+", "for: 1s", shipped)
             with prometheus(tmp_path, target, quick) as eyes:
@@ -154,7 +155,7 @@ def test_prometheus_scrapes_a_site_and_an_alert_comes_and_goes(tmp_path: Path) -
                     lambda: {each["health"] for each in eyes.ask("rules")["groups"][0]["rules"]} == {"ok"},
                     "each rule was evaluated",
                 )
-                assert len(group["rules"]) == 10
+                assert len(group["rules"]) == RULES
                 for panel in json.loads(get(f"http://{target}/dashboard.json"))["panels"]:
                     for each in panel["targets"]:
                         eyes.ask("query", query=each["expr"])
@@ -167,3 +168,44 @@ def test_prometheus_scrapes_a_site_and_an_alert_comes_and_goes(tmp_path: Path) -
                 with site_process(tmp_path):
                     wait_until(lambda: "ArbiterAway" not in eyes.firing(), "the alert goes away")
                     assert eyes.value("gpu_arbiter_up") == 1.0
+
+
+#: A program that does not heed SIGTERM.
+STUBBORN = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\nwhile True: signal.pause()\n"
+
+
+def test_each_fault_of_a_site_raises_its_alert_within_two_minutes(tmp_path: Path) -> None:
+    # `PATIENCE_S` is two minutes. How long a state is borne before it counts as a fault is shortened to seconds.
+    folder = tmp_path / "site"
+    with ExitStack() as running:
+        site = PageSite(tmp_path / "user", running.enter_context(site_process(tmp_path)))
+        (site.folder / "stubborn.py").write_text(STUBBORN)
+        with web(tmp_path, site.socket) as target:
+            quick = re.sub(r"\bfor: \w+", "for: 1s", get(f"http://{target}/alerts.yml")).replace("> 300", "> 3")
+            with prometheus(tmp_path, target, quick) as eyes:
+
+                def raised(alert: str) -> None:
+                    wait_until(lambda: alert in eyes.firing(), f"{alert} is raised")
+
+                wait_until(lambda: eyes.value("gpu_arbiter_node_up{node='n1'}") == 1.0, "the site is seen")
+                wait_until(lambda: eyes.firing() == set(), "no alert is left of the beginning")
+
+                (folder / "stall").touch()
+                app = site.type("gpu-arbiter submit --grace 5m -- python stubborn.py").stdout.strip()
+                raised("NoRoundWhilePending")
+                (folder / "stall").unlink()
+                site.wait_state(app, "running")
+                wait_until(lambda: "NoRoundWhilePending" not in eyes.firing(), "a round has ended the alert")
+                assert "PlansRefused" not in eyes.firing()
+
+                (folder / "rival").touch()
+                raised("PlansRefused")
+                (folder / "rival").unlink()
+
+                assert site.type(f"gpu-arbiter cancel {app}").code == 0
+                raised("GpuDrainingTooLong")
+                assert "HistoryBeganAnew" not in eyes.firing()
+                running.close()
+                shutil.rmtree(folder / "arbiter")
+                with site_process(tmp_path, "--adopt-site"):
+                    raised("HistoryBeganAnew")

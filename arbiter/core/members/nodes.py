@@ -60,6 +60,7 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         host_bytes=report.host_bytes,
         plan_seq_before=known.plan_seq_before if known else report.plan_seq,
         plan_seq_unknown=known.plan_seq_unknown if known else 0,
+        plans_refused=report.plans_refused,
     )
     if known is None or isinstance(known.state, Lost):
         turn.index.recount(turn.index.node_gpus[node.id])

@@ -215,6 +215,7 @@ class Node(Struct, frozen=True):
     plan_seq_unknown: int = (
         0  #: of a plan that it obeyed before this epoch, and that the journal does not know; 0: none
     )
+    plans_refused: int = 0  #: since its node agent started
 
 
 class Drain(Struct, frozen=True):
