@@ -105,8 +105,8 @@ def test_a_person_leaves_a_shell_comes_back_from_another_terminal_and_the_newest
         window.type("clear", "Enter", f"{GA} attach {app}", "Enter")
         window.wait(r"^there: echo is \$KEPT\nis kept\nthere:")  # what was there is shown again
         other.type(f"{GA} attach last", "Enter")
-        window.wait(r"^another command of yours has the terminal")
         other.wait(r"^there:")
+        window.wait(r"^another command of yours has the terminal")
         other.type("echo still $KEPT; stty size", "Enter")
         other.wait(r"^still kept\n25 80$")
         other.type("exit", "Enter")
