@@ -8,7 +8,7 @@ import typer
 
 from launch import completion
 from launch.client import open_client
-from launch.surface import answering
+from launch.surface import answering, note
 
 
 def add(app: typer.Typer) -> None:
@@ -34,4 +34,6 @@ def attach(
         terminals.check_terminal()
         with open_client() as client:
             path, app = client.path, client.resolve(app)
+            if any(record.app == app and not record.over and record.state != "running" for record in client.apps()):
+                note(f"{app} has no GPUs yet; its terminal follows (Ctrl-C ends the wait)")
         raise SystemExit(terminals.stay(path, app))

@@ -44,6 +44,12 @@ def test_a_task_with_a_terminal_runs_as_soon_as_it_lives_as_a_shell_says_no_hell
     assert shell().status(A).phase == "running"
 
 
+def test_a_shell_that_leaves_well_has_finished_and_no_word_of_the_library_is_told() -> None:
+    bench = shell()
+    bench.gone(A, 0)
+    assert (bench.status(A).outcome, bench.status(A).reason) == ("finished", "")
+
+
 def test_a_terminal_without_use_is_warned_once_and_then_gives_its_gpus_back() -> None:
     bench = shell()
     bench.wait(79.0)

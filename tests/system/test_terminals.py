@@ -153,6 +153,18 @@ def pane(window: Screen) -> str:
     return window.do("display-message", "-p", "#{pane_pid}").strip()
 
 
+def test_a_shell_that_had_to_leave_begins_anew_in_the_same_window(window: Screen, environment: dict[str, str]) -> None:
+    app = begin(window)
+    window.type("echo first $((6*7)) $KEPT; KEPT=kept", "Enter")
+    window.wait(r"^first 42")
+    assert ask(environment, "requeue", app).returncode == 0
+    window.wait(rf"^{app} had to leave its GPUs: requeued by its owner; it waits to begin anew")
+    window.type("echo kept:$KEPT:", "Enter")
+    window.wait(r"^kept::$")
+    window.type("exit", "Enter")
+    window.wait(r"^code 0$")
+
+
 def test_a_flood_of_output_is_held_back_and_ctrl_c_comes_through(window: Screen, environment: dict[str, str]) -> None:
     app = begin(window)
     window.type("yes", "Enter")
