@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
+import msgspec
 import structlog
 
 from app_agent import control_server
@@ -23,6 +23,7 @@ from app_agent.core.host import (
     OwnEvent,
 )
 from protocol.bus import Bus
+from protocol.clock import Anchor, Clock, ResumedClock
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import OwnerId, Party
 from protocol.private import state_folder
@@ -64,7 +65,7 @@ async def run_app_host(
     """
     path = Path(config.socket) if config.socket else default_socket()
     with closing(open_journal(config)) as journal, control_server.listen(path) as listener:
-        host = restored(journal, config)
+        host, clock = restored(journal, config)
         control = ControlServer(host, config)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
             host,
@@ -74,6 +75,7 @@ async def run_app_host(
             journal=journal,
             snapshot=host.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
+            clock=clock,
             shared_users=frozenset(config.shared_users),
             answer=control.take_answer,
             on_alive=on_alive,
@@ -114,8 +116,8 @@ def open_journal(config: AppConfig) -> SqliteJournal[Event]:
     return SqliteJournal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
 
 
-def restored(journal: SqliteJournal[Event], config: AppConfig) -> AppHost:
-    """Return the host as its journal tells, with the settings of today."""
+def restored(journal: SqliteJournal[Event], config: AppConfig) -> tuple[AppHost, Clock]:
+    """Return the host as its journal tells, with the settings of today, and its clock."""
     loaded = journal.load()
     host = AppHost.restore(loaded.snapshot) if loaded.snapshot is not None else AppHost(OwnerId(config.owner))
     replayed = 0
@@ -124,12 +126,21 @@ def restored(journal: SqliteJournal[Event], config: AppConfig) -> AppHost:
         replayed += 1
     host.validate()
     configured = Configured(config.tenant or config.owner, config.beat_s, _tag(journal))
-    now = max(time.time(), journal.last_now)
+    clock = _clock(journal)
+    now = clock()
     journal.append(now, configured)
     journal.commit()
     host.handle(configured, now)
     _log.info("journal.replayed", events=replayed, apps=len(host.state.apps))
-    return host
+    return host, clock
+
+
+def _clock(journal: SqliteJournal[Event]) -> Clock:
+    """Return the clock that the last start in this boot of the host has left, whatever the wall clock shows by now."""
+    written = journal.get("clock")
+    clock = ResumedClock(journal.last_now, msgspec.json.decode(written, type=Anchor) if written else None)
+    journal.set("clock", msgspec.json.encode(clock.anchor).decode())
+    return clock
 
 
 def _tag(journal: SqliteJournal[Event]) -> str:

@@ -242,7 +242,7 @@ class Hosts:
             beat_s=gateway.beat_s,
         )
         journal = self._journals.enter_context(closing(open_journal(app)))
-        host = restored(journal, app)
+        host, clock = restored(journal, app)
         control = ControlServer(host, app)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
             _SigningHost(host, self._signer, owner),
@@ -252,6 +252,7 @@ class Hosts:
             journal=journal,
             snapshot=host.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
+            clock=clock,
             shared_users=frozenset(gateway.shared_users),
             answer=control.take_answer,
         )

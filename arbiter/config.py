@@ -217,7 +217,7 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
     if settings.policy not in POLICIES:
         known = ", ".join(sorted(POLICIES))
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
-    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s")
+    names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "restatements_per_s")
     config.require_positive(settings, (*names, "quantum_s"), f"{source}: arbiter")
     pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s", "ask_max")
     config.require_not_negative(settings, pauses, f"{source}: arbiter")

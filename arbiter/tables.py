@@ -16,6 +16,7 @@ from typing import Any, Protocol, Self
 from protocol.journal import JournalError
 from protocol.journal.database import Postgres, as_taken
 from protocol.journal.postgres import PostgresJournal
+from protocol.journal.sqlite import FilesInUse
 from protocol.private import private_file
 
 Row = tuple[Any, ...]
@@ -89,6 +90,7 @@ class SqliteTables:
             fills = [statement for table, statement in filled.items() if table not in there]
             script = ";".join([schema.format_map(_SQLITE_WORDS), *columns, *fills])
             self._database.executescript(f"BEGIN; {script}; COMMIT")
+            self._files: FilesInUse | None = None if path == ":memory:" else FilesInUse(Path(path), shrinks=True)
 
     def _missing(self, added: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         """Yield the statements that add columns to tables of an older version."""
@@ -101,7 +103,7 @@ class SqliteTables:
     def reader(cls, path: Path) -> Self:
         """Open a file that is there, only to read it; any thread may do so."""
         tables = cls.__new__(cls)
-        tables.place = str(path)
+        tables.place, tables._files = str(path), None
         with tables._using():
             uri = f"{path.resolve().as_uri()}?mode=ro"
             tables._database = sqlite3.connect(uri, uri=True, check_same_thread=False)
@@ -114,6 +116,8 @@ class SqliteTables:
 
     def write(self, *statements: Statement) -> None:
         """Do all statements, or none."""
+        if self._files is not None:
+            self._files.check()
         with self._using(), self._database:
             for statement, rows in statements:
                 self._database.executemany(statement, rows)

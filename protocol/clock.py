@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from statistics import median
 
@@ -65,6 +66,41 @@ class Anchor(Struct, frozen=True):
     boot_id: str
     offset_s: float
 
+    def at(self, counter_s: float, boot: str) -> float:
+        """Return the time by the host's counter; minus infinity in another boot, of which this record knows nothing."""
+        return counter_s + self.offset_s if self.boot_id and self.boot_id == boot else -inf
+
+
+class ResumedClock:
+    """UNIX seconds of a daemon that no other host advises: a `steady_clock` that goes on over restarts in one boot.
+
+    In another boot the wall clock is believed, as far as the records allow it.
+
+    Parameters
+    ----------
+    last_s, anchor, wall, counter, boot
+        As of a `RecordedClock`.
+    """
+
+    def __init__(
+        self,
+        last_s: float,
+        anchor: Anchor | None,
+        *,
+        wall: Clock = time.time,
+        counter: Clock = boot_seconds,
+        boot: str | None = None,
+    ) -> None:
+        boot = boot_id() if boot is None else boot
+        resumed_s = -inf if anchor is None else anchor.at(counter(), boot)
+        begin_s = max(last_s, wall() if resumed_s == -inf else resumed_s)
+        self._counter = counter
+        self.anchor = Anchor(boot, begin_s - counter())
+
+    def __call__(self) -> float:
+        """Return the time."""
+        return self._counter() + self.anchor.offset_s
+
 
 class RecordedClock:
     """UNIX seconds of a daemon with records, such as a journal.
@@ -102,8 +138,9 @@ class RecordedClock:
             _log.warning("clock.behind", behind_s=round(-ahead_s), meaning=_BEHIND)
 
     def _begin(self, last_s: float, anchor: Anchor | None) -> float:
-        if anchor is not None and anchor.boot_id and anchor.boot_id == self._boot:
-            return max(last_s, self._counter() + anchor.offset_s)
+        resumed_s = -inf if anchor is None else anchor.at(self._counter(), self._boot)
+        if resumed_s > -inf:
+            return max(last_s, resumed_s)
         wall_s = self._wall()
         return wall_s if not last_s or last_s <= wall_s <= last_s + AWAY_S_MAX else last_s
 

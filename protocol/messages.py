@@ -430,6 +430,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     site: SiteId = ""
     wall_s: WallClock = 0.0
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
+    beat_s: Seconds = 0.0  #: the beat that an arbiter told it; 0: none did
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):
@@ -511,6 +512,7 @@ class AppReport(Struct, frozen=True, tag=True):
     after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
     array: Count = 0  #: how many jobs its array has; 0: it is none
     array_over: Count = 0  #: of these, those that have ended
+    beat_s: Seconds = 0.0  #: the beat that an arbiter told its app agent; 0: none did
     standing: StandingValuation | None = None  #: None: it is to be asked
 
 
@@ -729,6 +731,7 @@ class Holdings(Struct, frozen=True, tag=True):
     held_by: Label = ""  #: the owner or administrator that holds it: it gets no GPU until it is released
     lease_s: Seconds = 0.0  #: the length of a lease; 0: not told
     probes: bool = False  #: rounds ask apps for their worth: the app is to state its valuation
+    beat_s: Seconds = 0.0  #: the app agent restates its report no more often; 0: as often as it is configured to
 
 
 class Refusal(Struct, frozen=True, tag=True):
@@ -808,6 +811,10 @@ class NodePlan(Struct, frozen=True, tag=True):
 
     It obeys one `site` only. `incarnation` is the newest of this node that the arbiter has heard of: a node agent that
     is older by its own count is not heard, and has to count on from there.
+
+    Plans are counted over all epochs. `after` is the newest plan of earlier epochs that the arbiter knows of. If the
+    node agent has obeyed a later one, the arbiter's journal has lost it, and the node agent refuses the plan; its next
+    report says which plan it has obeyed.
     """
 
     node: NodeId
@@ -820,6 +827,8 @@ class NodePlan(Struct, frozen=True, tag=True):
     quantum_s: Seconds = 60.0
     site: SiteId = ""
     incarnation: Count = 0
+    after: Annotated[int, Meta(ge=-1)] = -1  #: -1: not told
+    beat_s: Seconds = 0.0  #: the node agent restates its report no more often; 0: as often as it is configured to
 
 
 def newest_metrics(

@@ -33,7 +33,7 @@ class ForetoldHalving(Halving, frozen=True):
 
     phases: tuple[tuple[int, ...], ...]
 
-    def _phase(self, phase: int) -> tuple[Left, ...]:
+    def _phase(self, phase: int, among: tuple[int, ...]) -> tuple[Left, ...]:
         steps = self.ends[phase] - (self.ends[phase - 1] if phase else 0)
         return tuple(Left(number, steps) for number in self.phases[phase])
 

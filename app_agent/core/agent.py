@@ -120,7 +120,7 @@ class AppAgent:
         return self._beat_due() if patient_until is None else min(self._beat_due(), patient_until)
 
     def _beat_due(self) -> float:
-        return self.state.beat_at + self.beat_s
+        return self.state.beat_at + max(self.beat_s, self.state.told_beat_s)
 
     def _patience_over(self, now: float) -> bool:
         return self.state.patient_until is not None and now >= self.state.patient_until

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Placed
-from app_agent.core.spread import normal_scores
+from app_agent.core.spread import normal_scores, of_some
 from app_agent.core.tuning import Left
 from protocol.messages import SECONDS_MAX, Basis, Level
 from valuation.finish_time import cluster_time_s, serial_time_s
@@ -48,8 +49,9 @@ def left_s(app: App) -> tuple[float | None, float | None]:
     A job that has its GPUs for a share of the time takes 1 / share times as long, and no more GPU-seconds. None
     while the number of steps, or the time of one, is not known.
 
-    Jobs of a search that are not measured yet, and those of phases to come, are taken to be spread as measured ones
-    (`spread`). Eq. 2 takes the median job's time for all, and so tells the longest of them too short; bids do as Eq. 2.
+    Jobs of a search that are not measured yet are taken to be spread as measured ones, and those of phases to come to
+    be any of the trials that are left (`spread`). Eq. 2 takes the median job's time for all, and so tells the longest
+    of them too short; bids do as Eq. 2.
 
     Source: Themis, Eq. 2 at full demand: sum_i max_j W_ij / job_demand_max, that of the phase; one job is a phase by
     itself.
@@ -107,14 +109,25 @@ def _rate(app: App, left: Left) -> float:
 def _likely_s(app: App, phase: Sequence[Left]) -> list[float]:
     """Return the likely time of one mini-batch on one GPU of each job of a phase.
 
-    Jobs of an array are taken to be as long as each other.
+    Jobs of phases to come are some of the trials that are left, with the times of these. Jobs of an array are taken to
+    be as long as each other.
     """
+    known = iter(_trials_s(app, [item for item in phase if item.trial is not None]))
+    some = {
+        among: iter(of_some(_trials_s(app, [Left(trial, 0) for trial in among]), count))
+        for among, count in Counter(item.among for item in phase if item.trial is None).items()
+    }
+    return [next(known) if item.trial is not None else next(some[item.among], 0.0) for item in phase]
+
+
+def _trials_s(app: App, trials: Sequence[Left]) -> list[float]:
+    """Return the likely time of one mini-batch on one GPU of each of these trials, as measured or spread likewise."""
     jobs, deviation = app.state.jobs, 0.0 if app.state.spec.array else app.facts.deviation
-    unknown = [item.trial is None or not jobs[item.trial].times for item in phase]
+    unknown = [item.trial is not None and not jobs[item.trial].times for item in trials]
     scores = iter(normal_scores(sum(unknown)))
     return [
         _close_serial_s(app, item) * (math.exp(deviation * next(scores)) if guessed else 1.0)
-        for item, guessed in zip(phase, unknown, strict=True)
+        for item, guessed in zip(trials, unknown, strict=True)
     ]
 
 

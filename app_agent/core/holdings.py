@@ -54,6 +54,7 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
     state.held_by = message.held_by
     state.lease_s = message.lease_s or state.lease_s
     state.probes = message.probes
+    state.told_beat_s = message.beat_s
     tasks: dict[tuple[JobId, int], list[TaskStatus]] = {}
     for task in message.tasks:
         tasks.setdefault((task.job, task.attempt), []).append(task)

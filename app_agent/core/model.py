@@ -231,6 +231,7 @@ class AppState(Struct):
     seq: int = 0  #: of the newest report
     said: AppReport | None = None
     beat_at: float = 0.0
+    told_beat_s: float = 0.0  #: the arbiter's wish; 0: it has none
     view: tuple[int, int] = (-1, -1)  #: (epoch, seq) of the newest word of the arbiter
     acked: int = -1
     held: dict[GpuId, HeldGpu] = {}

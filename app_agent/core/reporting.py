@@ -71,6 +71,7 @@ def wish(app: App) -> AppReport:
         after=tuple(each.app for each in state.after),
         array=len(state.spec.array),
         array_over=sum(isinstance(job.state, Done | Failed | Dropped) for job in state.jobs) if state.spec.array else 0,
+        beat_s=state.told_beat_s,
         standing=bidding.standing(app),
     )
 
@@ -163,5 +164,6 @@ def _urgent(said: AppReport) -> bytes:
         move_s=0.0,
         start_s=0.0,
         array_over=0,
+        beat_s=0.0,
     )
     return msgspec.msgpack.encode(calm)

@@ -61,6 +61,22 @@ def deviation(own: Spread, others: Spread) -> float:
     return min(DEVIATION_MAX, math.sqrt(variance))
 
 
+def of_some(times_s: Sequence[float], count: int) -> list[float]:
+    """Return likely times of `count` of these jobs, any that they may be: the longest first, and the mean of the rest.
+
+    The longest is the expected maximum of a random subset; all together are `count` times the mean. Where fewer jobs
+    than that are left, each counts once.
+    """
+    rising = sorted(times_s)
+    count = min(count, len(rising))
+    longest_s, weight = 0.0, count / len(rising)
+    for rank in range(len(rising), count - 1, -1):  # the part of the subsets whose longest is the one of this rank
+        longest_s += weight * rising[rank - 1]
+        weight *= (rank - count) / max(1, rank - 1)
+    rest_s = (count * fmean(rising) - longest_s) / max(1, count - 1)
+    return [longest_s, *([rest_s] * (count - 1))]
+
+
 @cache
 def normal_scores(count: int) -> tuple[float, ...]:
     """Return where `count` draws from a standard normal distribution are to be expected, the greatest first.

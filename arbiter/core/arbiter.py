@@ -22,6 +22,7 @@ from arbiter.core.effects import ActRecord, AppRecord, Decide, Decided, Effect, 
 from arbiter.core.leases import drains, joint_stops, leases
 from arbiter.core.members import apps, node_acts, nodes, owner_acts, sales, site
 from arbiter.core.rounds import phases
+from arbiter.core.state import beats
 from arbiter.core.state.gpu_time import Flow
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import ArbiterSettings, State, StoryLine
@@ -178,7 +179,7 @@ class Arbiter:
         leases.keep(turn)
         leases.expire(turn)
         joint_stops.go_on(turn)
-        if ticks and outbox.beat_is_due(self.state, turn.now):
+        if ticks and beats.is_due(self.state, turn.now):
             apps.leave_out_silent(turn)
             site.check(turn)
         sales.renew_bookings(turn)
@@ -302,9 +303,11 @@ class Arbiter:
                     and site.may_speak(turn, sender, message.site, knows_epoch=message.epoch)
                     and site.note_epoch(turn, message)
                 ):
+                    site.listen_for(turn, message.beat_s)
                     nodes.take_report(turn, message)
             case AppReport():
                 if site.may_speak(turn, sender, message.site):
+                    site.listen_for(turn, message.beat_s)
                     apps.take_report(turn, sender, message)
             case ProbeReply():
                 if self._may_speak(turn, sender, message):

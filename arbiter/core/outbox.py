@@ -11,38 +11,36 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from arbiter.core.leases import plans
-from arbiter.core.state import model
+from arbiter.core.state import beats, model
 from arbiter.core.state.model import State
 from arbiter.core.turn import Turn
 from protocol.core import Send
 from protocol.messages import (
     AppId,
     Holdings,
+    NodeId,
     Party,
     Preempt,
 )
 
 
 def say(turn: Turn) -> None:
-    """Send the plans, preemptions and holdings that have changed; all plans and holdings when a beat is due."""
+    """Send the plans, preemptions and holdings that have changed; when a beat is due, those that it restates too."""
     state = turn.state
-    beat = beat_is_due(state, turn.now)
-    if beat:
-        state.beat_at = turn.now
+    nodes: set[NodeId] = set()
+    apps: set[AppId] = set()
+    if beats.is_due(state, turn.now):
+        state.beat_at, state.beats = turn.now, state.beats + 1
+        nodes.update(beats.part(state, state.nodes, len(state.nodes)))
+        apps.update(beats.part(state, state.apps, len(turn.index.active)))
     for app_id in sorted(turn.apps):
         turn.nodes |= {state.tasks[task].node for task in turn.index.tasks[app_id]}
         turn.nodes |= {state.gpus[gpu].node for gpu in turn.index.gpus[app_id]}
-    for node_id in sorted(state.nodes if beat else turn.nodes):
-        _say_plan(turn, state.nodes[node_id], restate=beat)
+    for node_id in sorted(nodes | turn.nodes):
+        _say_plan(turn, state.nodes[node_id], restate=node_id in nodes)
     _say_preempted(turn)
-    affected = sorted(state.apps if beat else turn.apps)
-    for app_id in affected:
-        _say_holdings(turn, state.apps[app_id], restate=beat)
-
-
-def beat_is_due(state: State, now: float) -> bool:
-    """Whether everything is to be restated now."""
-    return now >= state.beat_at + state.settings.beat_s
+    for app_id in sorted(apps | turn.apps):
+        _say_holdings(turn, state.apps[app_id], restate=app_id in apps)
 
 
 def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:

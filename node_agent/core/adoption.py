@@ -78,6 +78,7 @@ def _facts_of(note: WorkerNote) -> Facts:
         arena_asked=note.arena_bytes,
         parked_bytes=note.parked_bytes,
         cost=note.cost,
+        verdict=note.verdict,
     )
 
 
@@ -106,4 +107,5 @@ def _note_of(task: Task) -> WorkerNote:
         gpus=task.gpus if task.reseated else (),
         image_of=task.image_of,
         apart=task.ranks.apart,
+        verdict=facts.verdict,
     )

@@ -159,6 +159,7 @@ class WorkerNote(Struct, frozen=True):
     cost: Cost = Cost()
     gpus: tuple[GpuId, ...] = ()  #: the seats it is on, if they are not those it was started on
     image_of: tuple[GpuId, ...] = ()  #: the seats from which the driver is moving it to `gpus`
+    verdict: Literal["", "failed", "preempted"] = ""  #: on a client of MPS whose process has failed, as it was judged
 
 
 class AdoptedWorker(Struct, frozen=True):

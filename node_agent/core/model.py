@@ -183,6 +183,7 @@ class Facts(Struct, frozen=True):
     quiet_s: float | None = None  #: for how long nothing was typed or shown in its terminal; None: it has none
     worked_at: float = 0.0  #: of a task with a terminal: when a GPU of it was last seen at work, UNIX seconds
     warned_at: float | None = None  #: when its terminal was told that it will end, UNIX seconds
+    verdict: Literal["", "failed", "preempted"] = ""  #: an earlier node agent's on its end, if that was one of MPS
 
 
 class MpsFault(Struct, frozen=True):

@@ -7,6 +7,8 @@ its own account.
 There are two kinds of evidence. The server says that it met a fault, or its log does: CUDA is dead in all clients then,
 and new ones are refused until all have ended, so the others are ended here. An Xid is only a hint: it ends no job, and
 clients that fail soon after it are preempted.
+
+The next node agent is told of an end again. The verdict is noted, so that no client is blamed that came after it.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from node_agent.core import ladder
-from node_agent.core.events import WorkerGone
+from node_agent.core.events import NoteWorker, WorkerGone, WorkerNote
 from node_agent.core.health import FAULT_S
 from node_agent.core.model import Exited, MpsFault, Starting, Stopping, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
@@ -38,6 +40,23 @@ def judged(node: NodeState, task: Task, gone: WorkerGone, verdict: Verdict) -> V
     """Return the verdict on a task whose process has ended, given the faults of the MPS server that it used."""
     if not task.facts.mps or verdict.outcome != "failed" or gone.reason:
         return verdict
+    if task.facts.verdict == "failed":  # by an earlier node agent; this one is told of that end again
+        return verdict
+    if task.facts.verdict == "preempted":
+        told = (
+            f"a fatal fault of the MPS server ended it, as was found before this node agent began; it {verdict.reason}"
+        )
+        return replace(verdict, outcome="preempted", reason=told)
+    verdict = _judged_first(node, task, gone, verdict)
+    known = replace(
+        node.notes.get(task.id, WorkerNote()), verdict="preempted" if verdict.outcome != "failed" else "failed"
+    )
+    node.notes[task.id] = known
+    node.effects.append(NoteWorker(task.id, known))
+    return verdict
+
+
+def _judged_first(node: NodeState, task: Task, gone: WorkerGone, verdict: Verdict) -> Verdict:
     (gpu,) = task.devices
     hint = node.health.fault(task.gpus, node.now)
     if gone.mps_fault:

@@ -24,7 +24,7 @@ def take_plan(node: NodeState, plan: NodePlan) -> None:
         node.plans_refused += 1
         return
     _count_on(node, plan.incarnation)
-    if token < node.fence:
+    if token < node.fence or _knows_too_little(node, plan):
         node.plans_refused += 1
         return
     if (token, plan.site) != (node.fence, node.site):
@@ -32,6 +32,7 @@ def take_plan(node: NodeState, plan: NodePlan) -> None:
         node.effects.append(RememberFence(*token, plan.site))
     node.leased = frozenset(lease.gpu for lease in plan.leases if not lease.leaving)
     node.sharing.configure(plan)
+    node.told_beat_s = plan.beat_s
     for order in plan.tasks:
         _take_order(node, order)
     named = {order.task for order in plan.tasks}
@@ -50,6 +51,23 @@ def _obeys(node: NodeState, site: str) -> bool:
         node.foreign_sites.add(site)
         node.effects.append(Complaint(f"refused a plan of {_named(site)}, as this node is of {node.site}; {MEND}"))
     return False
+
+
+def _knows_too_little(node: NodeState, plan: NodePlan) -> bool:
+    """Whether an arbiter that begins a new epoch does not know a plan that was obeyed here; the first time is said."""
+    epoch, seq = node.fence
+    if plan.site != node.site or plan.epoch <= epoch or not 0 <= plan.after < seq:
+        return False
+    if node.epoch_refused < plan.epoch:
+        node.epoch_refused = plan.epoch
+        node.effects.append(
+            Complaint(
+                f"refused a plan of epoch {plan.epoch}, as its arbiter knows the plans up to {plan.after} only, and "
+                f"this node has obeyed plan {seq} of epoch {epoch}; its journal has lost some, and it is told so now"
+            )
+        )
+        node.reported = ()
+    return True
 
 
 def _count_on(node: NodeState, heard: int) -> None:

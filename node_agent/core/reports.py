@@ -42,7 +42,7 @@ def report(node: NodeState) -> None:
         return
     node.report_seq += 1
     node.reported = significant
-    node.beat_at = node.now + node.facts.beat_s
+    node.beat_at = node.now + max(node.facts.beat_s, node.told_beat_s)
     node.figures_at = None
     node.effects.append(Send(ARBITER, replace(report, seq=node.report_seq), beat=not changed))
     _give_up(node, {seat.gpu for seat in report.gpus if seat.empty} - node.leased)
@@ -87,6 +87,7 @@ def statuses(node: NodeState) -> NodeReport:
         host_bytes=node.facts.total_bytes,
         site=node.site,
         address=node.facts.address,
+        beat_s=node.told_beat_s,
     )
 
 

@@ -37,6 +37,7 @@ class NodeState:
         self.site, self.fence = ("", (0, 0)) if leaves_site else (site, fence)
         self.foreign_sites: set[str] = set()  #: sites whose plans were refused
         self.plans_refused = 0
+        self.epoch_refused = 0  #: the newest of an arbiter whose journal has lost plans that were obeyed here
         self.leased: frozenset[GpuId] = frozenset()
         # Tasks and GPUs.
         self.tasks: dict[TaskId, Task] = {}
@@ -53,6 +54,7 @@ class NodeState:
         self.report_seq = 0
         self.reported: tuple[object, ...] = ()  #: the significant part of the last report
         self.beat_at: float | None = None
+        self.told_beat_s = 0.0  #: the arbiter's wish; 0: it has none
         self.unsaid = False  #: something may have changed since the last tick
         self.figures_at: float | None = None  #: when metrics that came after the last report are due
         # Memory.

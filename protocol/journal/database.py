@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 LIMIT_S = 5.0
 #: One that sums up weeks, over a connection that only reads, may take so long.
 READING_LIMIT_S = 30.0
+#: The server ends a transaction whose client has gone silent in its midst after this part of the limit: sooner than
+#: another client, which waits for the same rows, gives up.
+IDLE_PART = 0.6
 EXAMPLE = "postgresql://arbiter:password@host1,host2/gpu"
 #: Classes of SQLSTATE that an administrator has to mend; any other failure may pass.
 _TO_MEND = {
@@ -143,6 +146,7 @@ def _connect(psycopg: Any, url: str, limit_s: float) -> Any:
         "keepalives_interval": "2",
         "keepalives_count": "3",
         "options": f"-c statement_timeout={int(1000 * limit_s)} -c lock_timeout={int(1000 * limit_s)} "
+        f"-c idle_in_transaction_session_timeout={int(1000 * IDLE_PART * limit_s)} "
         "-c search_path=ledger -c client_min_messages=warning",
     }
     settings = {name: value for name, value in defaults.items() if name not in given}

@@ -86,6 +86,7 @@ class SqliteJournal(Generic[EventT]):
         self._lock = hold(self.path)
         try:
             self._database = self._open()
+            self._files = FilesInUse(self.path)
             self.last_seq, self.last_now = self._last()
             self._snapshot_seq = self._newest_snapshot()
         except BaseException:
@@ -130,11 +131,13 @@ class SqliteJournal(Generic[EventT]):
     def commit(self) -> None:
         """Make all appended events durable."""
         if self._database.in_transaction:
+            self._files.check()
             with self._using():
                 self._database.execute("COMMIT")
 
     def snapshot(self, blob: bytes) -> None:
         """Store the state after the newest event, and prune the rows that no restart needs any more."""
+        self._files.check()
         with self._using():
             self._begin()
             row = (self.last_seq, self.last_now, blob, checksum(self.last_seq, self.last_now, blob))
@@ -221,6 +224,7 @@ class SqliteJournal(Generic[EventT]):
         Others act on facts at once: an epoch that was given out and forgotten would be given out again.
         """
         self.commit()
+        self._files.check()
         with self._using():
             self._database.execute("PRAGMA synchronous = FULL")
             try:
@@ -326,6 +330,45 @@ class SqliteJournal(Generic[EventT]):
             else:
                 mend = "check the disk's space and health"
             raise JournalError(f"cannot use {self.path}: {error}; {mend}") from error
+
+
+class FilesInUse:
+    """The files of a database that is open here, which others must leave alone.
+
+    SQLite writes on into a file that was deleted or replaced, and from its cache into one that was cut short; the next
+    start would find none of it.
+
+    Parameters
+    ----------
+    path
+        The database.
+    shrinks
+        Whether another process may make it smaller, which `VACUUM` does.
+    """
+
+    def __init__(self, path: Path, *, shrinks: bool = False) -> None:
+        self._path = path
+        self._shrinks = shrinks
+        self._seen: dict[str, os.stat_result] = {}
+
+    def check(self) -> None:
+        """Raise `JournalError` if one of them is gone, or is not the one that was there before."""
+        for suffix in ("", "-wal"):
+            before = self._seen.get(suffix)
+            try:
+                now = os.stat(f"{self._path}{suffix}")  # noqa: PTH116 - at each commit, and twice as fast as a Path's
+            except OSError as error:
+                if before is None and suffix:  # it is made by the first write
+                    continue
+                raise JournalError(f"{self._path}{suffix} is gone ({error.strerror}) {_DISTURBED}") from error
+            if before is not None and (before.st_dev, before.st_ino) != (now.st_dev, now.st_ino):
+                raise JournalError(f"{self._path}{suffix} is another file {_DISTURBED}")
+            if before is not None and now.st_size < before.st_size and not self._shrinks:
+                raise JournalError(f"{self._path}{suffix} was cut short {_DISTURBED}")
+            self._seen[suffix] = now
+
+
+_DISTURBED = f"while this process uses it, so what would be written now would be lost; {DAMAGED}"
 
 
 def newest_event(journal: Path) -> float:

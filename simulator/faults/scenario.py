@@ -192,6 +192,8 @@ def draw(seed: int, *, policy: str = "") -> Options:
     options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
     overlaps = Random(f"mps {seed}")  # noqa: S311 - likewise
     options = _maybe_overlapping(overlaps, options)
+    if seed % 4 == 1:  # a large site, by its rule for restatements: each beat restates a third to a fifth of it
+        options = replace(options, settings=replace(options.settings, beat_s=1.0, restatements_per_s=0.25))
     takeovers = _takeovers(seed, options)
     options = replace(options, standby=bool(takeovers))
     drawn = (

@@ -29,6 +29,7 @@ from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
 from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
+from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal, numbers
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, EventFilter, GpuId, LeaseId, NodeId, TaskId, TenantId
@@ -87,9 +88,15 @@ class DatabaseStore:
         self.opened: list[Journal[Event]] = []
 
     def open(
-        self, union: object = Event, *, snapshots_kept: int = 2, leader: str = "host-a", program: str = "0.1.0"
+        self,
+        union: object = Event,
+        *,
+        snapshots_kept: int = 2,
+        leader: str = "host-a",
+        program: str = "0.1.0",
+        limit_s: float = LIMIT_S,
     ) -> PostgresJournal[Event]:
-        options = {"leader": leader, "program": program, "snapshots_kept": snapshots_kept}
+        options = {"leader": leader, "program": program, "snapshots_kept": snapshots_kept, "limit_s": limit_s}
         journal: PostgresJournal[Event] = PostgresJournal.of(self.url, union, **options)
         self.opened.append(journal)
         return journal
@@ -455,6 +462,14 @@ def test_a_ledger_that_is_not_there_or_older_is_not_read(store: Store) -> None:
         Ledger.reader(store.ledger_place)
 
 
+def test_a_ledger_whose_file_is_deleted_while_it_is_open_takes_nothing_more(tmp_path: Path) -> None:
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        ledger.write(LEASE)
+        (tmp_path / "ledger.db").unlink()
+        with pytest.raises(JournalError, match=r"ledger.db is gone .* so what would be written now would be lost"):
+            ledger.write(ACT)
+
+
 def test_the_ledger_takes_texts_with_zero_characters(store: Store) -> None:
     """An owner may send them, and that must not end the arbiter."""
     with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
@@ -529,6 +544,22 @@ def test_a_commit_in_the_moment_of_a_takeover_is_either_read_by_the_next_leader_
         )
     taking.join()
     assert [event for _seq, _now, event in second.news().events] == [Came("a")]
+
+
+def test_a_leader_that_stands_still_in_the_midst_of_a_batch_keeps_nobody_from_leading(database: DatabaseStore) -> None:
+    """Its host may have lost its power: the server would have held its lock on the leader's row for hours."""
+    still = database.open(limit_s=1.0)
+    still.next_epoch(1)
+    with pytest.raises(StoreAway):
+        _stand_still(still, lambda: database.open(leader="host-b").next_epoch(1))
+    assert database.open().leader() == ("host-b", 2)
+
+
+def _stand_still(journal: PostgresJournal[Event], meanwhile: Callable[[], object]) -> None:
+    with journal._database.unit() as cursor:
+        journal._fenced(cursor)
+        meanwhile()
+        cursor.execute("SELECT 1")
 
 
 def test_a_follower_reads_what_the_leader_has_committed_and_nothing_else(database: DatabaseStore) -> None:

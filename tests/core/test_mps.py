@@ -10,6 +10,7 @@ from node_agent.core.events import (
     HealthLedger,
     MpsChecked,
     MpsFaulted,
+    NoteWorker,
     RememberHealth,
     SignalWorker,
     StartWorker,
@@ -42,6 +43,11 @@ def pair(**facts: object) -> tuple[SharedNode, TaskId, TaskId]:
 def crash(node: SharedNode, task: TaskId, **more: object) -> None:
     node.workers.pop(task)
     node.perform(node.say(replace(WorkerGone(task, exit_code=1, tail=CRASH), **more)))
+
+
+def adopted(task: str, note: WorkerNote = WorkerNote(hello=True)) -> AdoptedWorker:  # noqa: B008 - it is frozen
+    job, _, _ = task.rpartition("-a")
+    return AdoptedWorker(TaskId(task), AppId(job.partition(".")[0]), JobId(job), 0, (gpu(0),), note, 10.0, mps=True)
 
 
 def again(node: SharedNode, task: TaskId) -> StartWorker:
@@ -144,6 +150,25 @@ def test_the_jobs_that_are_denied_mps_are_so_for_a_day_also_by_the_next_node_age
     later.core.state.health._ledger = HealthLedger(mps_denied={JobId("a-1.0"): later.now - WINDOW_S - 1})
     later.plan(task_order("a-1.0-a1", 0))
     assert later.only(StartWorker).mps
+
+
+@pytest.mark.parametrize(("alone", "outcome"), [(True, "failed"), (False, "preempted")])
+def test_an_end_that_is_told_again_is_judged_alike_and_ends_no_client_that_came_after_it(
+    alone: bool, outcome: str
+) -> None:
+    bench = Bench(gpus=1)
+    names = ("a-1.0-a0",) if alone else ("a-1.0-a0", "b-1.0-a0")
+    bench.adopt(*map(adopted, names))
+    effects = bench.say(WorkerGone(TaskId(names[0]), exit_code=1, tail=CRASH, mps_fault="its state is FAULT"))
+    note = next(each.note for each in effects if isinstance(each, NoteWorker) and each.task == names[0])
+    assert bench.status(names[0]).outcome == outcome
+
+    after = Bench(gpus=1)
+    after.adopt(adopted(names[0], note), adopted("c-1.0-a0"))
+    effects = after.say(WorkerGone(TaskId(names[0]), exit_code=1, tail=CRASH, mps_fault="its state is FAULT"))
+    assert not [each for each in effects if isinstance(each, SignalWorker)], "c began after that end"
+    assert after.status(names[0]).outcome == outcome
+    assert CRASH in after.status(names[0]).reason
 
 
 def test_a_client_alone_on_its_gpu_fails_on_its_own_account() -> None:

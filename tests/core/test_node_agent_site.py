@@ -44,6 +44,34 @@ def test_a_node_belongs_to_the_site_of_its_first_plan_writes_it_down_and_says_so
     assert report(bench).site == "s-ours"
 
 
+def test_no_plan_is_obeyed_of_an_arbiter_that_does_not_know_what_was_obeyed_here() -> None:
+    bench = a_bench(site="s-ours", fence=(3, 9))
+    bench.epoch, bench.seq = 4, 7
+    bench.plan(task_order(A, 0), site="s-ours", after=7)
+    complaint = bench.only(Complaint).sentence
+    assert "its arbiter knows the plans up to 7 only, and this node has obeyed plan 9 of epoch 3" in complaint
+    assert not bench.all(StartWorker)
+    told = report(bench)
+    assert (told.epoch, told.plan_seq) == (3, 9)
+    bench.plan(task_order(A, 0), site="s-ours", after=7)
+    bench.plan(task_order(A, 0), site="s-ours", after=7)
+    assert bench.seq > 9
+    assert not bench.all(Complaint), "once is enough"
+    assert not bench.all(StartWorker), "numbers of an arbiter that has forgotten some catch up"
+    bench.epoch = 5
+    bench.plan(task_order(A, 0), site="s-ours", after=9)
+    assert bench.all(StartWorker)
+    bench.plan(task_order(A, 0), site="s-ours", after=0)
+    assert bench.core.state.plans_refused == 3, "within an epoch nothing is forgotten"
+
+
+def test_an_arbiter_of_an_earlier_version_does_not_say_what_it_knows_and_is_obeyed() -> None:
+    bench = a_bench(site="s-ours", fence=(3, 9))
+    bench.epoch = 4
+    bench.plan(task_order(A, 0), site="s-ours")
+    assert bench.all(StartWorker)
+
+
 def test_a_plan_of_another_site_is_refused_at_any_epoch_with_one_sentence_that_names_the_mend() -> None:
     bench = a_bench(site="s-ours", fence=(3, 9))
     bench.epoch = 1000

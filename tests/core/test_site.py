@@ -253,6 +253,77 @@ def test_a_plan_beyond_the_newest_that_was_sent_says_that_the_journal_forgot_som
     assert taken(effects) == [EpochTaken(2, OURS)]
 
 
+def after_a_power_cut(site: Site, backup: bytes) -> Sequence[Effect]:
+    """Go on with a journal that has lost the last moments, of the same epoch, while the node went on as it was told."""
+    site.arbiter = Arbiter.restored(backup)
+    site.now += 5.0
+    site.journal.clear()
+    site.epoch = site.arbiter.state.epoch
+    return site.lead()
+
+
+def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_begun_then() -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    second = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    uses = {gpu_id("n1", 0): "ana-1", second: "bob-1"}
+
+    (plan,) = sent(after_a_power_cut(site, backup), NodePlan)
+    assert (plan.epoch, newest.epoch) == (2, 1)
+    assert plan.after < newest.seq, "its node cannot tell that this arbiter knows too little"
+    effects = report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    words = f"n1 knows plan {newest.seq} of epoch 1, and of that epoch ours knows the plans up to {plan.after}"
+    assert words in notes(effects)
+    effects += site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    assert sent(effects, NodePlan) == [], "it spoke before it had listened"
+    effects = site.wait(12.0)
+    assert site.held("bob-1") == [second]
+    for plan in sent(effects, NodePlan):
+        assert (plan.epoch, plan.after) == (3, newest.seq)
+        assert plan.seq > newest.seq
+        assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
+    assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> None:
+    """It would order the same attempt once more, and its node would begin it anew."""
+    site = a_site_at_work()
+    backup, newest = site.arbiter.snapshot(), site.plans["n1"]
+    after_a_power_cut(site, backup)
+    site.app("ana-1", run="r", site=OURS)
+    report(site, "n1", {}, plan=(newest.epoch, newest.seq + 3))
+    assert "ana-1.0-a0" not in site.arbiter.state.tasks
+    plan = sent(site.wait(12.0), NodePlan)[-1]
+    assert [order for order in plan.tasks if order.task == "ana-1.0-a0"] == []
+
+
+def test_each_node_that_knows_more_is_told_from_those_that_do_not() -> None:
+    site = a_site_at_work()
+    for node in ("n2", "n3"):
+        site.node(node, 1, site=OURS)
+    site.wait(5.0)
+    backup = site.arbiter.snapshot()
+    sent_seqs = {name: node.plan_seq for name, node in site.arbiter.state.nodes.items()}
+    after_a_power_cut(site, backup)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))  # type: ignore[index]
+    assert site.arbiter.state.epoch == 2, "n1 has heard of nothing that the journal does not know"
+    site.node("n2", 1, site=OURS, plan=(1, sent_seqs["n2"] + 1))  # type: ignore[index]
+    assert site.arbiter.state.epoch == 3
+    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))  # type: ignore[index]
+    assert site.arbiter.state.epoch == 3, "once is enough"
+    plans = {plan.node: plan for plan in sent(site.wait(25.0), NodePlan)}
+    assert plans["n2"].after == sent_seqs["n2"] + 1  # type: ignore[index]
+    assert plans["n3"].after == sent_seqs["n3"] + 7  # type: ignore[index]
+
+
+def test_a_plan_that_no_arbiter_can_have_sent_is_refused() -> None:
+    site = a_site_at_work()
+    effects = report(site, "n1", {}, plan=(1, EPOCH_MAX + 1))
+    assert "which no arbiter has sent; refused" in notes(effects)
+    assert site.arbiter.state.epoch == 1
+
+
 def test_a_round_goes_on_when_a_late_node_shows_a_newer_epoch() -> None:
     site = a_site_at_work()
     for _ in range(4):

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from itertools import combinations
+from statistics import fmean
 
 import pytest
+from msgspec.structs import replace
 
 from app_agent.core import estimates
 from app_agent.core.host import AppHost
-from app_agent.core.spread import DEGREES_MAX, GUESS, Spread, deviation, joined, normal_scores, spread_of
+from app_agent.core.spread import DEGREES_MAX, GUESS, Spread, deviation, joined, normal_scores, of_some, spread_of
 from protocol.codec import decode, encode
 from protocol.core import Received
 from protocol.messages import ARBITER, SECONDS_MAX, AppId, Holdings, OwnerId, Party
@@ -75,21 +78,39 @@ def test_what_is_left_of_a_search_can_be_told_however_long_it_is() -> None:
     decode(encode(bench.report, sender=Party("app", "ada"), id="m1"))
 
 
-def test_jobs_as_long_as_each_other_leave_little_and_jobs_far_apart_much() -> None:
-    equal, apart = search(2.0, 2.0, 2.0, 2.0), search(1.0, 1.0, 4.0, 4.0)
-    median_s = 2.0
+def test_jobs_as_long_as_each_other_leave_what_eq_2_says() -> None:
     # The first phase is measured; then come two trials of 20 steps, and one of 40.
-    by_eq_2_s = 5 * 2.0 + 20 * median_s + 40 * median_s
-    assert equal.report.left_s is not None
-    assert by_eq_2_s < equal.report.left_s < 1.15 * by_eq_2_s
-    score = normal_scores(2)[0]
-    likely = apart.agent.app.facts.deviation
-    assert likely > 0.6
-    median_s = 2.5
-    assert apart.report.left_s == pytest.approx(5 * 4.0 + 20 * median_s * math.exp(likely * score) + 40 * median_s)
-    assert apart.report.left_gpu_s == pytest.approx(
-        5 * 10.0 + 40 * median_s * math.cosh(likely * score) + 40 * median_s
-    )
+    report = search(2.0, 2.0, 2.0, 2.0).report
+    assert report.left_s == pytest.approx(5 * 2.0 + 20 * 2.0 + 40 * 2.0)
+    assert report.left_gpu_s == pytest.approx(20 * 2.0 + 40 * 2.0 + 40 * 2.0)
+
+
+def test_phases_to_come_take_as_long_as_the_trials_that_are_left_not_known_which() -> None:
+    """Of the six pairs of 1, 1, 4 and 4 s, five have one of 4 s; and so has every second single trial."""
+    report = search(1.0, 1.0, 4.0, 4.0).report
+    assert report.left_s == pytest.approx(5 * 4.0 + 20 * (5 * 4.0 + 1.0) / 6 + 40 * 2.5)
+    assert report.left_gpu_s == pytest.approx(5 * 10.0 + 20 * 2 * 2.5 + 40 * 2.5)
+
+
+@pytest.mark.parametrize("count", range(1, 6))
+def test_the_longest_of_some_is_the_mean_over_all_ways_to_choose_them(count: int) -> None:
+    times_s = [3.0, 1.0, 16.0, 2.0, 8.0]
+    longest_s = fmean(max(some) for some in combinations(times_s, count))
+    likely_s = of_some(times_s, count)
+    assert likely_s[0] == pytest.approx(longest_s)
+    assert math.fsum(likely_s) == pytest.approx(count * 6.0)
+
+
+def test_where_fewer_trials_are_left_than_have_room_each_counts_once() -> None:
+    assert of_some([2.0, 4.0], 3) == [4.0, 2.0]
+
+
+def test_trials_that_were_dropped_say_nothing_of_phases_to_come() -> None:
+    bench = search(1.0, 1.0, 4.0, 4.0)
+    state = bench.agent.state
+    state.search = replace(state.search, survivors=(2, 3), phase=1)
+    left_s, _ = estimates.left_s(bench.agent.app)
+    assert left_s == pytest.approx((20 + 5) * 4.0 + 40 * 4.0)
 
 
 def test_a_trial_that_is_not_measured_may_be_slower_than_those_that_are() -> None:

@@ -102,8 +102,8 @@ def test_steps_left_are_those_of_this_phase_and_of_unknown_trials_later() -> Non
     shown = trials((10, 0.5), (4, 0.1), (0, None), (12, 0.9))
     now, then, last = HALVING.left(HALVING.begin(), shown)
     assert now == (Left(0, 0), Left(1, 6), Left(2, 10), Left(3, 0))
-    assert then == (Left(None, 20), Left(None, 20))
-    assert last == (Left(None, 40),)
+    assert then == (Left(None, 20, (0, 1, 2, 3)),) * 2
+    assert last == (Left(None, 40, (0, 1, 2, 3)),)
     assert HALVING.budget_steps(shown) == 4 * 10 + 2 * 20 + 40
 
 

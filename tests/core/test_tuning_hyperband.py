@@ -187,8 +187,9 @@ def test_steps_left_are_cut_at_the_same_counts_in_all_brackets() -> None:
     first, second, third = NINE.left(NINE.begin(), fresh())
     # To 1 step: all of 9 + 5 + 3. To 3: three of bracket 2, not known which; brackets 1 and 0. To 9: 1 + 1 + 3.
     assert first == tuple(Left(number, 1) for number in range(17))
-    assert second == (*[Left(None, 2)] * 3, *(Left(number, 2) for number in range(9, 17)))
-    assert third == (Left(None, 6), Left(None, 6), Left(14, 6), Left(15, 6), Left(16, 6))
+    assert second == (*[Left(None, 2, tuple(range(9)))] * 3, *(Left(number, 2) for number in range(9, 17)))
+    assert third[:2] == (Left(None, 6, tuple(range(9))), Left(None, 6, tuple(range(9, 14))))
+    assert third[2:] == (Left(14, 6), Left(15, 6), Left(16, 6))
     # 9 + 6 + 6 = 21 of bracket 2, 15 + 6 = 21 of bracket 1, 27 of bracket 0.
     assert NINE.budget_steps(fresh()) == 69
     assert sum(left.steps for phase in (first, second, third) for left in phase) == 69
@@ -215,7 +216,8 @@ def test_rho_midway_by_hand() -> None:
     first, second, third = NINE.left(search, shown)
     assert first == tuple(Left(number, 1) for number in range(9, 16))
     assert second == (Left(0, 2), Left(1, 1), Left(2, 2), *(Left(number, 2) for number in range(9, 16)))
-    assert third == (Left(None, 6), Left(None, 6), Left(14, 6), Left(15, 6), Left(16, 2))
+    assert third[:2] == (Left(None, 6, (0, 1, 2)), Left(None, 6, tuple(range(9, 14))))
+    assert third[2:] == (Left(14, 6), Left(15, 6), Left(16, 2))
     midway = value(search, shown, {14: 3.0}, elapsed_s=40.0)
     # Ten GPUs. To 1 step: 7 jobs, the longest is trial 14 with 3 s. To 3: 4, 2, 4 s of trials 0 to 2, 5 * 4 s, 6 s of
     # trial 14 and 4 s of trial 15, 10 jobs: 6 s. To 9: 18 s of trial 14. T_sh = 40 + 3 + 6 + 18.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.clock import ALONE_AWAY_S_MAX, AWAY_S_MAX, CONFIRM_S, Anchor, RecordedClock
+from protocol.clock import ALONE_AWAY_S_MAX, AWAY_S_MAX, CONFIRM_S, Anchor, RecordedClock, ResumedClock
 
 DAY = 86_400.0
 TRUE_S = 1.8e9
@@ -122,3 +122,24 @@ def test_a_virtual_machine_that_slept_unseen_by_its_counter_catches_up_when_othe
     assert off_by(clock, host) == -2 * DAY
     assert clock.hear("n1", "b1", host.now_s)
     assert off_by(clock, host) == 0.0
+
+
+def test_a_clock_that_no_host_advises_goes_on_over_a_restart_and_believes_the_wall_clock_in_another_boot() -> None:
+    host = Host()
+
+    def start(last_s: float, anchor: Anchor | None) -> ResumedClock:
+        return ResumedClock(last_s, anchor, wall=host.wall, counter=lambda: host.up_s, boot=host.boot)
+
+    before = start(0.0, None)
+    for error_s in (400 * DAY, -400 * DAY):
+        host.wait(500.0)
+        host.error_s = error_s
+        assert start(before() - 100.0, before.anchor)() == host.now_s
+    assert start(0.0, None)() == host.wall(), "without a record there is the wall clock alone"
+    host.error_s = 0.0
+    host.reboot(40 * DAY)
+    after = start(TRUE_S, before.anchor)
+    host.wait(5.0)
+    assert after() == host.now_s
+    host.error_s = -80 * DAY
+    assert start(after(), before.anchor)() == after(), "time does not go back"

@@ -8,7 +8,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -111,6 +112,45 @@ def test_noise_within_a_row_is_noticed_though_every_page_is_in_order(path: Path,
         pytest.raises(JournalError, match="is not as it was written; bring"),
     ):
         list(journal.load().events)
+
+
+def _delete(path: Path) -> None:
+    path.unlink()
+
+
+def _replace(path: Path) -> None:
+    copy = path.with_name("copy")
+    shutil.copy(path, copy)
+    copy.replace(path)
+
+
+def _cut_short(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@pytest.mark.parametrize("suffix", ["", "-wal"])
+@pytest.mark.parametrize(
+    ("disturb", "words"), [(_delete, "is gone"), (_replace, "is another file"), (_cut_short, "was cut short")]
+)
+def test_a_file_that_is_disturbed_while_it_is_open_takes_nothing_more(
+    journal: SqliteJournal[Event], disturb: Callable[[Path], None], words: str, suffix: str
+) -> None:
+    """SQLite says nothing of it: it writes on into a file that no later start finds."""
+    journal.append(1.0, Came("a"))
+    journal.commit()
+    disturb(journal.path.with_name(journal.path.name + suffix))
+    refusal = rf"{journal.path.name}{suffix} {words} .*so what would be written now would be lost; bring a backup"
+    writes: list[Callable[[], object]] = [
+        lambda: (journal.append(2.0, Came("b")), journal.commit()),
+        lambda: journal.snapshot(b"state"),
+        lambda: journal.set("color", "red"),
+        lambda: journal.next_epoch(7),
+    ]
+    for write in writes:
+        with pytest.raises(JournalError, match=refusal):
+            write()
+    with suppress(JournalError):
+        journal.close()
 
 
 def test_a_journal_without_checksums_is_read_and_goes_on_with_them(path: Path) -> None:

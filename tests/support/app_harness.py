@@ -120,13 +120,14 @@ class Bench:
         leaving: str = "",
         acked: int | None = None,
         seq: int | None = None,
-        probes: bool = False,
+        **more: object,
     ) -> list[Send]:
         """Say the whole: these leases, those that are leaving, and tasks; all reports so far are acknowledged."""
         self.seq = self.seq + 1 if seq is None else seq
         held = [terms(gpu) for gpu in leases.split()] + [terms(gpu, leaving=True) for gpu in leaving.split()]
         told = self.agent.state.seq if acked is None else acked
-        return self.hear(Holdings(APP, 1, self.seq, tuple(held), tasks, cluster_gpus=8, acked=told, probes=probes))
+        whole = Holdings(APP, 1, self.seq, tuple(held), tasks, cluster_gpus=8, acked=told)
+        return self.hear(replace(whole, **more))
 
     def grant(self, leases: str, *, seq: int | None = None) -> list[Send]:
         self.seq = self.seq + 1 if seq is None else seq

@@ -168,6 +168,7 @@ class Forger:
             after=() if self.often(0.9) else tuple(self.app_id("") for _ in range(self._dice.randint(1, 3))),
             array=0 if self.often(0.8) else self.count(),
             array_over=0 if self.often(0.8) else self.count(),
+            beat_s=self.seconds(),
             standing=self._standing() if self.often(0.6) else None,
         )
 
@@ -284,6 +285,7 @@ class Forger:
             cpus=self.one((0.0, 8.0, 1e6)),
             host_bytes=self.one((0, 2**34, 2**53)),
             wall_s=self.one((0.0, 1.75e9, 1e11)),
+            beat_s=self.seconds(),
         )
 
     def _gpu_status(self, gpu: GpuId) -> GpuStatus:

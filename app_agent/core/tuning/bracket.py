@@ -105,9 +105,10 @@ class Bracket(Struct, frozen=True):
         known = [
             Left(trial.number, max(0, end - max(after, trial.steps_done))) for trial in self.running(rung, standing)
         ]
+        among = tuple(trial.number for trial in standing)
         later = [place for place in range(rung + 1, len(self.ends)) if after < self.ends[place] <= until]
         unknown = [
-            Left(None, self.ends[place] - max(after, self.ends[place - 1]))
+            Left(None, self.ends[place] - max(after, self.ends[place - 1]), among)
             for place in later
             for _ in range(min(self.places[place], len(standing)))
         ]

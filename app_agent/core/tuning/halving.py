@@ -81,12 +81,13 @@ class Halving(Struct, frozen=True):
             for number in search.survivors
             if trials[number].state == "live"
         )
-        return (now, *(self._phase(phase) for phase in range(search.phase + 1, len(self.ends))))
+        among = search.survivors
+        return (now, *(self._phase(phase, among) for phase in range(search.phase + 1, len(self.ends))))
 
-    def _phase(self, phase: int) -> tuple[Left, ...]:
-        """Return the steps of a phase of which nothing is known."""
+    def _phase(self, phase: int, among: tuple[int, ...]) -> tuple[Left, ...]:
+        """Return the steps of a phase to come, whose trials are some of those."""
         steps = self.ends[phase] - (self.ends[phase - 1] if phase else 0)
-        return tuple(Left(None, steps) for _ in range(self.bracket.places[phase]))
+        return tuple(Left(None, steps, among) for _ in range(self.bracket.places[phase]))
 
     def budget_steps(self, trials: Sequence[Trial], search: Search | None = None) -> int:
         """Return the steps of all phases."""

@@ -75,10 +75,11 @@ class Search(Struct, frozen=True):
 
 
 class Left(Struct, frozen=True):
-    """Steps one job has left in a phase; `trial` is None for a phase to come, whose trials are not known yet."""
+    """Steps one job has left in a phase; in one to come `trial` is None, and it will be one of the trials `among`."""
 
     trial: int | None
     steps: int
+    among: tuple[int, ...] = ()
 
 
 class AppScheduler(Protocol):

@@ -19,7 +19,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.leases.leases import held
-from arbiter.core.state import model
+from arbiter.core.state import beats, model
 from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Active, Dependent, Draining, Leased, State, Task
 from arbiter.core.turn import Turn
@@ -126,6 +126,8 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
         quantum_s=quantum_s,
         site=turn.state.site,
         incarnation=node.incarnation,
+        after=max(node.plan_seq_before, node.plan_seq_unknown),
+        beat_s=beats.told_s(turn.state.settings, len(turn.state.nodes)),
     )
 
 
@@ -378,6 +380,7 @@ def holdings_of(turn: Turn, app: model.App) -> Holdings:
         held_by=app.held_by if isinstance(app.state, Active | Dependent) else "",
         lease_s=state.settings.lease_s,
         probes=turn.policy.traits.probes,
+        beat_s=beats.told_s(state.settings, len(turn.index.active)),
     )
 
 

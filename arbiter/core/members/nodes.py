@@ -53,11 +53,13 @@ def _enrol(turn: Turn, known: Node | None, report: NodeReport) -> Node:
         incarnation=report.incarnation,
         report_seq=report.seq,
         state=Up(turn.now),
-        plan_seq=known.plan_seq if known else 0,
+        plan_seq=known.plan_seq if known else report.plan_seq,
         plan_digest=known.plan_digest if known else "",
         cpus=report.cpus,
         address=report.address,
         host_bytes=report.host_bytes,
+        plan_seq_before=known.plan_seq_before if known else report.plan_seq,
+        plan_seq_unknown=known.plan_seq_unknown if known else 0,
     )
     if known is None or isinstance(known.state, Lost):
         turn.index.recount(turn.index.node_gpus[node.id])
@@ -255,10 +257,10 @@ def _makes_sense(known: model.Task | None, task: model.Task) -> bool:
 
 def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
     """Forget what the node no longer has, if it knows a plan later than the last that told it to run it."""
-    # As long as we only listen, we have ordered nothing since the plan of a newer epoch that the node has obeyed.
-    state, obeyed = turn.state, (report.epoch, report.plan_seq)
-    known = (state.journal_epoch, state.nodes[report.node].plan_seq)
-    obeyed_later = state.listens_until is not None and state.journal_epoch > 0 and obeyed > known
+    # As long as we only listen, we have ordered nothing since the plan of which our journal does not know.
+    state, node, obeyed = turn.state, turn.state.nodes[report.node], (report.epoch, report.plan_seq)
+    unknown = obeyed > (state.journal_epoch, node.plan_seq) or knows_more(state, node, report)
+    obeyed_later = state.listens_until is not None and state.journal_epoch > 0 and unknown
     if report.epoch != turn.state.epoch and not obeyed_later:
         return
     for task_id in sorted(missing):
@@ -376,6 +378,11 @@ def forgive(turn: Turn) -> None:
         turn.state.seen[app.id] = turn.now
         turn.follow(app)
         sales.note_return(turn, app)
+
+
+def knows_more(state: State, node: Node, report: NodeReport) -> bool:
+    """Whether a node has obeyed a plan of an earlier epoch that our journal does not know, as its disk has lost it."""
+    return report.epoch <= state.epoch_before and report.plan_seq > node.plan_seq_before
 
 
 def plan_anew(turn: Turn) -> None:

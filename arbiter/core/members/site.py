@@ -8,8 +8,10 @@ is at work, is found out before it has said anything:
   another site then, or before the first node of its own: it resigns, and has touched nothing.
 - *Adoption* (`--adopt-site`, after a loss): the site that is first heard becomes its own, and the epoch goes beyond all
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
-- *A journal that is older than what nodes have seen*, such as a copy of the folder: a report of a newer epoch says so.
-  The epoch goes beyond that, and what runs is adopted likewise.
+- *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
+  the last moments: a report of a newer epoch says so, or of a later plan of the epoch before. Nodes obey no plan of an
+  arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
+  epoch goes beyond, and what runs is adopted likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
@@ -20,10 +22,13 @@ An arbiter that was given no id, as in simulations, knows nothing of sites; for 
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from arbiter.core.effects import EpochTaken, Resign
 from arbiter.core.leases import leases
 from arbiter.core.members import apps, nodes
 from arbiter.core.rounds import phases
+from arbiter.core.state import beats
 from arbiter.core.state.model import State
 from arbiter.core.turn import Turn
 from protocol.messages import NodeReport, Party
@@ -42,7 +47,9 @@ def begin(turn: Turn, before: int) -> None:
     """
     state = turn.state
     state.heard_own = state.behind = False
-    state.journal_epoch = 0
+    state.journal_epoch, state.epoch_before = 0, before
+    for node in list(state.nodes.values()):
+        state.nodes[node.id] = replace(node, plan_seq_before=node.plan_seq, plan_seq_unknown=0)
     state.foreign.clear()
     if state.site and state.restored:
         state.behind, state.journal_epoch = True, before
@@ -55,6 +62,14 @@ def begin(turn: Turn, before: int) -> None:
 def _listen(turn: Turn) -> None:
     settings = turn.state.settings
     turn.state.listens_until = turn.now + max(settings.admission_wait_s, 2 * settings.beat_s)
+
+
+def listen_for(turn: Turn, beat_s: float) -> None:
+    """While it listens: listen until all agents have spoken twice, if their beat is that of a large site."""
+    state = turn.state
+    if state.listens_until is not None and beat_s > 0.0:
+        known_s = min(beat_s, beats.longest_s(state.settings))
+        state.listens_until = max(state.listens_until, state.started_at + 2 * known_s)
 
 
 def may_speak(turn: Turn, sender: Party, site: str, *, knows_epoch: int = 0) -> bool:
@@ -107,27 +122,38 @@ def check(turn: Turn) -> None:
 
 
 def note_epoch(turn: Turn, report: NodeReport) -> bool:
-    """Lead on in a newer epoch than a node has seen; return whether its report makes sense."""
+    """Lead on in a newer epoch, and beyond the plan, that a node has seen; return whether its report makes sense."""
     state = turn.state
     if report.epoch > max(EPOCH_MAX, state.epoch):
         turn.tell(report.node, f"reports epoch {report.epoch}, which no arbiter has given out; refused", loudly=True)
         return False
+    if report.plan_seq > EPOCH_MAX:
+        turn.tell(report.node, f"reports plan {report.plan_seq}, which no arbiter has sent; refused", loudly=True)
+        return False
     known = state.nodes.get(report.node)
     sent = known.plan_seq if known is not None else 0
     if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
-        _overtake(turn, report)
+        _overtake(turn, report, f"newer than ours ({state.epoch})")
+    elif known is not None and report.plan_seq > known.plan_seq_unknown and nodes.knows_more(state, known, report):
+        seq = max(known.plan_seq, report.plan_seq)
+        state.nodes[known.id] = replace(known, plan_seq=seq, plan_seq_unknown=report.plan_seq, plan_digest="")
+        turn.nodes.add(known.id)
+        knows = f"and of that epoch ours knows the plans up to {known.plan_seq_before}"
+        turn.tell(known.id, f"has obeyed plan {report.plan_seq} of epoch {report.epoch}, {knows}", loudly=True)
+        if not state.behind:
+            _overtake(turn, report, knows)
     return True
 
 
-def _overtake(turn: Turn, report: NodeReport) -> None:
+def _overtake(turn: Turn, report: NodeReport, why: str) -> None:
     state = turn.state
-    before, state.epoch = state.epoch, report.epoch + 1
+    before, state.epoch = state.epoch, max(state.epoch, report.epoch) + 1
     state.journal_epoch = state.journal_epoch if state.restored else before
     turn.effects.append(EpochTaken(state.epoch, state.site))
     turn.tell(
         "rounds",
-        f"{report.node} knows plan {report.plan_seq} of epoch {report.epoch}, newer than ours ({before}): this journal "
-        f"is older than what nodes have seen; leading on in epoch {state.epoch}",
+        f"{report.node} knows plan {report.plan_seq} of epoch {report.epoch}, {why}: this journal is older than what "
+        f"nodes have seen; leading on in epoch {state.epoch}",
         loudly=True,
     )
     nodes.plan_anew(turn)

@@ -72,6 +72,7 @@ class ArbiterSettings(Struct, frozen=True):
     #: A round without its decision is dropped this long after the solver's budget. Fault worlds set it, no site does.
     decide_grace_s: float = 15.0
     beat_s: float = 2.0  #: plans and holdings are restated this often
+    restatements_per_s: float = 100.0  #: of nodes, and as many of apps; beats of more members are further apart
     node_timeout_s: float = 60.0  #: silence after which a node's leases end
     app_timeout_s: float = 60.0  #: silence after which an app without living tasks is left out of rounds
     admission_wait_s: float = 5.0  #: nodes have this long to enrol before an app is refused as too large
@@ -197,7 +198,7 @@ class Lost(Struct, frozen=True, tag=True):
 
 
 class Node(Struct, frozen=True):
-    """One host. `plan_seq` and `plan_digest` are of the newest plan sent to it in this epoch."""
+    """One host. `plan_seq` and `plan_digest` are of the newest plan sent to it."""
 
     id: NodeId
     rack: str
@@ -210,6 +211,10 @@ class Node(Struct, frozen=True):
     cpus: float = 0.0  #: in all; 0: unknown
     host_bytes: int = 0
     address: str = ""  #: by which other nodes reach it; empty: unknown
+    plan_seq_before: int = 0  #: of the newest plan sent to it before this epoch, as far as the journal knows
+    plan_seq_unknown: int = (
+        0  #: of a plan that it obeyed before this epoch, and that the journal does not know; 0: none
+    )
 
 
 class Drain(Struct, frozen=True):
@@ -614,6 +619,7 @@ class State(Struct):
     now: float = 0.0
     started_at: float = 0.0
     beat_at: float = 0.0
+    beats: int = 0  #: how many there were
     nodes: dict[NodeId, Node] = field(default_factory=dict)
     gpus: dict[GpuId, Gpu] = field(default_factory=dict)
     tasks: dict[TaskId, Task] = field(default_factory=dict)
@@ -647,6 +653,7 @@ class State(Struct):
     adopting: bool = False  #: the first site that is heard becomes this one
     heard_own: bool = False  #: a party of this site has spoken in this epoch
     foreign: dict[str, str] = field(default_factory=dict)  #: parties of other sites that have spoken in this epoch
+    epoch_before: int = 0  #: in which the journal led last before this start
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     restored: str = ""  #: the backup that the journal was restored from, until it has listened once

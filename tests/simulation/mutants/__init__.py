@@ -25,7 +25,7 @@ from arbiter.core.leases import leases, plans
 from arbiter.core.members import apps, nodes, sales
 from arbiter.core.rounds import phases
 from arbiter.core.seam import AppView
-from arbiter.core.state import model
+from arbiter.core.state import beats, model
 from arbiter.core.state.gpu_time import History
 from arbiter.core.state.model import Bidding, Draining, Free, Leased
 from node_agent.core import ladder, plan_news, worker_news
@@ -217,6 +217,17 @@ def plans_and_holdings_are_said_only_once() -> Iterator[None]:
         say_holdings(turn, app, restate=False)
 
     with patch.object(outbox, "_say_plan", plan), patch.object(outbox, "_say_holdings", holdings):
+        yield
+
+
+@mutant
+def one_part_of_a_large_site_is_restated_at_every_beat() -> Iterator[None]:
+    part = beats.part
+
+    def first(state: Any, members: Any, count: int) -> Any:
+        return part(replace(state, beats=0), members, count)
+
+    with patch.object(beats, "part", first):
         yield
 
 

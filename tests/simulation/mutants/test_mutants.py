@@ -40,6 +40,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "what_an_app_has_lost_is_not_its_tenants": ("themis", 3),
     "leases_never_end": ("themis", 3),
     "parked_jobs_wish_for_the_same_gpus": ("themis", 46),
+    "one_part_of_a_large_site_is_restated_at_every_beat": ("fifo", 53),
     "plans_and_holdings_are_said_only_once": ("themis", 33),
     "seats_of_one_gpu_count_as_gpus": ("themis", 3),
     "the_answer_to_an_older_sale_counts": ("oasis", 0),
