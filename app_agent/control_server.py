@@ -498,10 +498,10 @@ class ControlServer:
         return AppId(app)
 
     def _target(self, kind: str, target: str) -> str:
-        """Return the target of a question to the arbiter: ``last`` resolved; for a log, the newest task of an app."""
+        """Return the target of a question to the arbiter: ``last`` resolved; if it is about a task, an app's newest."""
         whole, dot, part = as_named(target).partition(".")
         target = f"{self._known(whole) if whole == 'last' else whole}{dot}{part}"
-        if kind != "log":
+        if kind not in ("log", "terminal"):
             return target
         app = target.split(".", 1)[0]
         record = self._host.state.records.get(AppId(app))

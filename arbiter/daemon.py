@@ -50,7 +50,7 @@ from protocol.core import Send
 from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
-from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query
+from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query, TerminalDoor
 from protocol.private import state_folder
 from protocol.shell import Shell
 
@@ -351,7 +351,7 @@ class _Performer:
                 if self._queries.takes_long(message):
                     return self._try_out(sender, message, time.monotonic())
                 return self._queries.ask(sender, message, self._shell.now())
-            case LogChunk():
+            case LogChunk() | TerminalDoor():
                 return self._queries.deliver(sender, message)
             case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
                 if self._clock is not None and self._clock.hear(node, boot, wall_s):

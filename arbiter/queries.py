@@ -35,7 +35,7 @@ from arbiter.waits import Waits
 from protocol import gpu_kinds
 from protocol.clock import instant
 from protocol.core import Send
-from protocol.exit_codes import REFUSED, USAGE
+from protocol.exit_codes import FAILED, NOT_PERMITTED, REFUSED, TIMED_OUT, USAGE
 from protocol.journal import JournalError
 from protocol.messages import (
     Answer,
@@ -44,17 +44,19 @@ from protocol.messages import (
     EventFilter,
     LogChunk,
     NodeId,
+    OpenTerminal,
     Party,
     Query,
     ReadLog,
     Requirements,
     TaskId,
     TenantId,
+    TerminalDoor,
     device_of,
     locality,
 )
 
-#: Questions about logs that wait for a node at any time; the oldest is dropped, and its asker asks again.
+#: Questions about logs and terminals that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
 EXPLAIN_ROUNDS = 20
 #: Of these, the newest that the app lost: each auction is held again.
@@ -95,7 +97,7 @@ class Queries:
         """Answer from this state and this ledger."""
         self._arbiter = arbiter
         self._ledger = ledger
-        self._waiting: OrderedDict[str, Party] = OrderedDict()
+        self._waiting: OrderedDict[str, tuple[Party, Party]] = OrderedDict()  #: by question: its asker, and the node
         self._found: tuple[Obstacle | None, bool] | None = None
         self._losses: Mapping[int, Outcome] = {}
 
@@ -219,8 +221,8 @@ class Queries:
                 return [_answer(sender, query, self._shares(now, query))]
             case "explain":
                 return [self._explain(sender, query, now)]
-            case "log":
-                return [self._fetch_log(sender, query)]
+            case "log" | "terminal":
+                return [self._ask_node(sender, query)]
             case "capacity":
                 return [_answer(sender, query, self._capacity())]
             case "dry-run":
@@ -235,21 +237,16 @@ class Queries:
             case _ as never:
                 assert_never(never)
 
-    def deliver(self, sender: Party, chunk: LogChunk) -> Sequence[Send]:
-        """Return what to send when a node has answered `ReadLog`."""
-        asker = self._waiting.pop(chunk.query_id, None) if sender.role == "node" else None
-        if asker is None:
+    def deliver(self, sender: Party, reply: LogChunk | TerminalDoor) -> Sequence[Send]:
+        """Return what to send when the node that was asked has answered `ReadLog` or `OpenTerminal`."""
+        asker, asked = self._waiting.get(reply.query_id, (None, None))
+        if asker is None or asked != sender:
             return []
-        document = {
-            "schema": "log/v1",
-            "task": chunk.task,
-            "offset": chunk.offset,
-            "dropped": chunk.dropped,
-            "size": chunk.size,
-            "ended": chunk.ended,
-            "data": base64.b64encode(chunk.data).decode(),
-        }
-        return [Send(asker, Answer(chunk.query_id, msgspec.json.encode(document)))]
+        del self._waiting[reply.query_id]
+        if isinstance(reply, TerminalDoor) and reply.error:
+            return [Send(asker, _no(reply.query_id, reply.error, TIMED_OUT if reply.soon else FAILED))]
+        document = _chunk(reply) if isinstance(reply, LogChunk) else _door(reply)
+        return [Send(asker, Answer(reply.query_id, msgspec.json.encode(document)))]
 
     # --- dry runs ---------------------------------------------------------------------------------------------------
 
@@ -771,17 +768,23 @@ class Queries:
         one, all_ = f"the only GPU{of_kind} in service is", f"all {len(usable)} GPUs{of_kind} in service are"
         return f"{one if len(usable) == 1 else all_} held by other apps{until}"
 
-    def _fetch_log(self, sender: Party, query: Query) -> Send:
+    def _ask_node(self, sender: Party, query: Query) -> Send:
+        """Have the node of a task send a part of its log, or open its terminal: for the owner of the app alone."""
         found = self._whereabouts(query.target)
+        what = "output" if query.kind == "log" else "terminal"
         if found is None:
-            return _refuse(sender, query, f"no node has output of {query.target}; it may not have started yet")
+            return _refuse(sender, query, f"no node has {what} of {query.target}; it may not have started yet")
         app, task, node = found
         if app.owner != sender.id:
-            return _refuse(sender, query, f"the output of {app.id} is for {app.owner} only")
-        self._waiting[query.query_id] = sender
+            code = None if query.kind == "log" else NOT_PERMITTED
+            return _refuse(sender, query, f"the {what} of {app.id} is for {app.owner} only", code=code)
+        to = Party("node", node)
+        self._waiting[query.query_id] = (sender, to)
         while len(self._waiting) > WAITING_MAX:
             self._waiting.popitem(last=False)
-        return Send(Party("node", node), ReadLog(query.query_id, task, query.offset))
+        if query.kind == "terminal":
+            return Send(to, OpenTerminal(query.query_id, task))
+        return Send(to, ReadLog(query.query_id, task, query.offset))
 
     def _whereabouts(self, target: str) -> tuple[model.App, TaskId, NodeId] | None:
         """Return the app, and the newest task of the app, job or task called `target`, and its node.
@@ -828,7 +831,30 @@ def _page(name: str, query: Query, entries: Iterable[dict[str, Any]], *, more: b
 
 def _refuse(to: Party, query: Query, why: str, *, code: int | None = None) -> Send:
     """Return an answer without a document; `code` is the exit code of the command that asked, 3 without one."""
-    return Send(to, Answer(query.query_id, b"" if code is None else msgspec.json.encode({"code": code}), why))
+    return Send(to, _no(query.query_id, why, code))
+
+
+def _no(query_id: str, why: str, code: int | None) -> Answer:
+    return Answer(query_id, b"" if code is None else msgspec.json.encode({"code": code}), why)
+
+
+def _chunk(chunk: LogChunk) -> dict[str, Any]:
+    """Return a part of a task's log, of which a node has told."""
+    return {
+        "schema": "log/v1",
+        "task": chunk.task,
+        "offset": chunk.offset,
+        "dropped": chunk.dropped,
+        "size": chunk.size,
+        "ended": chunk.ended,
+        "data": base64.b64encode(chunk.data).decode(),
+    }
+
+
+def _door(door: TerminalDoor) -> dict[str, Any]:
+    """Return the way to a task's terminal, of which a node has told."""
+    fields = ("task", "address", "port", "token", "fingerprint")
+    return {"schema": "terminal/v1"} | {field: getattr(door, field) for field in fields}
 
 
 def _won(gpu: Won) -> dict[str, Any]:

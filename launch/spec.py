@@ -258,6 +258,7 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
     "step_time": ("step_serial_s", partial(_time, some_seconds)),
     "grace": ("grace_s", partial(_time, seconds)),
     "time_limit": ("time_limit_s", partial(_time, some_seconds)),
+    "idle": ("idle_s", partial(_time, some_seconds)),
     "retry": ("max_restarts", None),
     "checkpoint_dir": ("checkpoint_root", None),
 }

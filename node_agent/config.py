@@ -16,6 +16,7 @@ from protocol.config import ConfigError
 LOG_MAX_BYTES_MIN = 2**20
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
 _GPU = re.compile(r"[0-9]{1,3}|GPU-[0-9a-fA-F-]{36}")
+_PLACE = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:]+):[0-9]{1,5}")
 _EACH_GPU = "write each GPU once, by its index or its UUID as nvidia-smi -L shows them"
 
 
@@ -85,6 +86,13 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     launcher
         The socket of this node's launcher, which starts each task as the user who submitted it; empty: tasks run as the
         node agent's own user.
+    terminals
+        Address and port at which users come to the terminals of their tasks, such as ``0.0.0.0:7073``, with TLS and
+        a token for each visit; port 0: any that is free. At an address of this host alone, such as ``127.0.0.1:0``,
+        there is no TLS. Empty: no terminals.
+    idle_s
+        A task with a terminal gives its GPUs back once nothing was typed or shown for so long, and no GPU of it
+        worked; 0: never. Users may ask for less.
     slice_overhead_max
         The part of a turn on a shared GPU that suspending and resuming may take; turns are made long enough for it.
     pack_gain_min
@@ -123,6 +131,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     driver_checkpoint: Literal["auto", "on", "off"] = "auto"
     mps: str | tuple[int | str, ...] = ()
     launcher: str = ""
+    terminals: str = ""
+    idle_s: float = 1800.0
     slice_overhead_max: float = 0.02
     pack_gain_min: float = 1.05
     adopt_site: bool = False
@@ -153,7 +163,7 @@ def check(node: NodeConfig, source: str) -> None:
     _check_mps(node, source)
     positive = ("beat_s", "sample_s", "hello_s", "seats_max", "slice_overhead_max", "pack_gain_min")
     config.require_positive(node, (*positive, "simulated_memory_bytes"), source)
-    for field in ("memory_max_bytes", "strangers_uid_min", "host_memory_bytes"):
+    for field in ("memory_max_bytes", "strangers_uid_min", "host_memory_bytes", "idle_s"):
         if getattr(node, field) < 0:
             raise ConfigError(f"{source}: {field} is {getattr(node, field)}; it must be 0 or more")
     if 0 != node.log_max_bytes < LOG_MAX_BYTES_MIN:
@@ -162,6 +172,10 @@ def check(node: NodeConfig, source: str) -> None:
         )
     if node.cgroup_root and not Path(node.cgroup_root).is_absolute():
         raise ConfigError(f"{source}: cgroup_root {node.cgroup_root} is no full path; give one below /sys/fs/cgroup")
+    if node.terminals and not _PLACE.fullmatch(node.terminals):
+        raise ConfigError(
+            f"{source}: terminals is {node.terminals!r}; write an address and a port, such as 0.0.0.0:7073"
+        )
     if node.launcher:
         _check_launcher(node, source)
     if node.bootstrap_dir and not Path(node.bootstrap_dir).is_dir():

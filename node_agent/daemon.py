@@ -27,6 +27,7 @@ from node_agent.core.agent import NodeAgent
 from node_agent.core.events import (
     CheckpointProcess,
     Complaint,
+    DoorOpened,
     EndStranger,
     ForgetWorker,
     LocalEffect,
@@ -36,6 +37,7 @@ from node_agent.core.events import (
     NodeEvent,
     NodeFacts,
     NoteWorker,
+    OpenDoor,
     OrderWorker,
     ProcessCheckpointed,
     QuarantineLifted,
@@ -48,6 +50,7 @@ from node_agent.core.events import (
     SignalWorker,
     StartWorker,
     TakeSample,
+    WarnTerminal,
 )
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.activity import ActivityWatch
@@ -151,7 +154,7 @@ async def _run(
             await performer.find_checkpointed()
         working = (
             *map(tasks.create_task, (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())),
-            tasks.create_task(workers.watch_mps()),
+            *map(tasks.create_task, (workers.watch_mps(), workers.watch_terminals())),
             lifting,
         )
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
@@ -262,6 +265,9 @@ def _settings(config: NodeConfig, boot_id: str, mps: frozenset[GpuId]) -> Settin
         memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
         mps=mps,
         launcher=Path(config.launcher) if config.launcher else None,
+        terminals=config.terminals,
+        address=config.address or socket.gethostname(),
+        idle_s=config.idle_s,
     )
 
 
@@ -375,6 +381,11 @@ class Performer:
                 await self._workers.forget(task)
             case TakeSample(mark=mark):
                 self._sampler.ask(mark)
+            case OpenDoor(query_id=query, task=task):
+                self._post(DoorOpened(self._workers.open_door(query, task)))
+            case WarnTerminal(task=task, sentence=sentence):
+                log.info("terminal.unused", task=task)
+                self._workers.warn(task, sentence)
             case ReadLogFile():
                 self._tasks.create_task(self._read_log(effect), name=f"log of {effect.task}")
             case _:

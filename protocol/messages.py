@@ -145,7 +145,18 @@ AppStateName = Literal[
     "refused",
 ]
 QueryKind = Literal[
-    "apps", "nodes", "explain", "rounds", "leases", "log", "shares", "capacity", "dry-run", "events", "report"
+    "apps",
+    "nodes",
+    "explain",
+    "rounds",
+    "leases",
+    "log",
+    "terminal",
+    "shares",
+    "capacity",
+    "dry-run",
+    "events",
+    "report",
 ]
 #: What happens to apps and their tasks, to nodes and their GPUs, and to the arbiter.
 AppEventKind = Literal[
@@ -215,6 +226,15 @@ class Warrant(Struct, frozen=True):
     signature: Annotated[str, Meta(max_length=128, pattern=r"^([0-9a-f]{128})?$")] = ""  #: Ed25519, in hexadecimal
 
 
+class Terminal(Struct, frozen=True):
+    """The program has a terminal, to which its owner may come.
+
+    Its GPUs go back once nothing was typed or shown for `idle_s`, and no GPU worked; 0: as long as the node allows.
+    """
+
+    idle_s: Seconds = 0.0
+
+
 class LaunchSpec(Struct, frozen=True):
     """How a node agent starts a task: a program, never a shell line.
 
@@ -229,6 +249,7 @@ class LaunchSpec(Struct, frozen=True):
     run: Token = ""  #: one submission of one app: a checkpoint saved under another run is not this job's
     secrets: dict[Variable, Folder] = {}
     warrant: Warrant | None = None  #: of a gateway, for nodes with a launcher
+    terminal: Terminal | None = None
 
 
 class JobWish(Struct, frozen=True):
@@ -617,6 +638,24 @@ class LogChunk(Struct, frozen=True, tag=True):
     dropped: Count = 0  #: bytes from `offset` on that are no longer kept; `data` is what comes after them
 
 
+class TerminalDoor(Struct, frozen=True, tag=True):
+    """A node agent's answer to `OpenTerminal`, relayed by the arbiter to its asker: the way to a task's terminal.
+
+    A connection to `address` that soon says the `token` first is of the person who asked; a token is good for one.
+    `fingerprint` is that of the certificate shown there (SHA-256, in hexadecimal); empty: no TLS, as the address is of
+    that host alone. `error` is a sentence if there is no way, and `soon` that there may be one soon.
+    """
+
+    query_id: Name
+    task: TaskId
+    address: Annotated[str, Meta(max_length=255)] = ""
+    port: Annotated[int, Meta(ge=0, le=65535)] = 0
+    token: Annotated[str, Meta(max_length=64)] = ""
+    fingerprint: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
+    error: Sentence = ""
+    soon: bool = False
+
+
 # --- to an app agent ------------------------------------------------------------------------------------------------
 
 
@@ -826,7 +865,14 @@ class ReadLog(Struct, frozen=True, tag=True):
     limit: Positive = 65536
 
 
-ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | Act | LogChunk
+class OpenTerminal(Struct, frozen=True, tag=True):
+    """Let the owner of this task come to its terminal; answered by `TerminalDoor`."""
+
+    query_id: Name
+    task: TaskId
+
+
+ToArbiter = NodeReport | AppReport | ProbeReply | Bid | Query | Act | LogChunk | TerminalDoor
 ToApp = Probe | Offer | Grant | Preempt | Holdings | Refusal | Answer | Outage
-ToNode = NodePlan | ReadLog
+ToNode = NodePlan | ReadLog | OpenTerminal
 AnyMessage = ToArbiter | ToApp | ToNode

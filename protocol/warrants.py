@@ -48,6 +48,8 @@ def statement(launch: LaunchSpec, warrant: Warrant, *, app: AppId, job: JobId, a
         "gpus": warrant.gpus,
         "signed_at_s": warrant.signed_at_s,
     }
+    if launch.terminal is not None:  # left out else, so that a launcher of the version before checks what it knows
+        said["terminal"] = {"idle_s": launch.terminal.idle_s}
     return json.dumps(said, sort_keys=True, separators=(",", ":")).encode("ascii")
 
 

@@ -23,6 +23,7 @@ from node_agent.core.events import (
     LogRead,
     NodeFacts,
     NoteWorker,
+    OpenDoor,
     OrderWorker,
     ReadLogFile,
     RememberFence,
@@ -33,6 +34,7 @@ from node_agent.core.events import (
     StartFailed,
     StartWorker,
     TakeSample,
+    WarnTerminal,
     WorkerGone,
     WorkerStarted,
 )
@@ -181,6 +183,8 @@ class SimNode:
                 raise AssertionError(f"{self.id} {sentence}")
             case RememberHealth(ledger):
                 self.ledger = ledger
+            case OpenDoor() | WarnTerminal():
+                pass  # no person sits at a simulated terminal
             case ReadLogFile(query, task, offset, _):
                 self.post(LogRead(LogChunk(query, task, offset, b"", 0, ended=True)))
 

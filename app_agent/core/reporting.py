@@ -13,7 +13,7 @@ from app_agent.core import bidding, demand, estimates, jobs, search
 from app_agent.core.app import App
 from app_agent.core.model import Done, Dropped, Failed, Job, Leaving, Placed, Stopping, Suspended, Waiting
 from protocol.core import Send
-from protocol.messages import ARBITER, LEVELS, AppReport, GpuId, JobWish, LaunchSpec, Level, TenantId
+from protocol.messages import ARBITER, LEVELS, AppReport, GpuId, JobWish, LaunchSpec, Level, TenantId, Terminal
 
 #: The variable that has the index of an array's job.
 ARRAY_INDEX = "GPU_ARBITER_ARRAY_INDEX"
@@ -139,6 +139,7 @@ def _job_wish_on(app: App, job: Job, attempt: int, gpus: tuple[GpuId, ...]) -> J
         env=spec.env | {ARRAY_INDEX: number} if spec.array else spec.env,
         run=run,
         secrets=spec.secrets,
+        terminal=Terminal(spec.idle_s) if spec.pty else None,
     )
     return JobWish(job.id, attempt, gpus, launch)
 

@@ -171,6 +171,11 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     max_restarts
         How often one job is started again after failing; preemptions do not count. None: `RESTARTS` times, and not
         when it seems that it cannot start at all.
+    pty
+        The program has a terminal, to which its owner comes by ``attach``. Such an app has one job, on one node.
+    idle_s
+        Of such an app: it ends once nothing was typed or shown for so long, and no GPU of it worked; 0: as its node
+        says.
     time_limit_s
         How long one job may have its GPUs, in all its attempts; 0: there is no limit. Beyond that it fails.
     """
@@ -192,6 +197,8 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     level_max: Level = "cluster"
     max_restarts: Count | None = None
     time_limit_s: Seconds = 0.0
+    pty: bool = False
+    idle_s: Seconds = 0.0
     array: Annotated[tuple[Annotated[int, Meta(ge=0, le=INDEX_MAX)], ...], Meta(max_length=JOBS_MAX)] = ()
     array_at_most: Annotated[int, Meta(ge=0, le=JOBS_MAX)] = 0
     after: Annotated[tuple[Dependency, ...], Meta(max_length=AFTER_MAX)] = ()
@@ -338,7 +345,7 @@ def mistake(spec: AppSpec) -> str | None:
         return f"{twice[0]} is in env and in secrets; leave one out"
     if not TENANT.fullmatch(spec.tenant):
         return f"tenant is {spec.tenant!r}; use lower-case letters, digits and dashes, such as team-a"
-    other = _array_mistake(spec) or _sizes_mistake(spec) or _options_mistake(spec)
+    other = _array_mistake(spec) or _terminal_mistake(spec) or _sizes_mistake(spec) or _options_mistake(spec)
     return other or (_search_mistake(spec) if len(spec.trials) > 1 else None)
 
 
@@ -354,6 +361,15 @@ def _array_mistake(spec: AppSpec) -> str | None:
         return f"both array and {len(spec.trials)} trials are given; an array has one command, so leave one of them out"
     if spec.metric or spec.target is not None:
         return "metric and target are for searches, and all jobs of an array run to their ends; leave them out"
+    return None
+
+
+def _terminal_mistake(spec: AppSpec) -> str | None:
+    """Say why this app cannot have a terminal, or which field goes with terminals only."""
+    if spec.idle_s and not spec.pty:
+        return f"idle_s is {spec.idle_s:g}, but the program has no terminal; leave it out, or give pty"
+    if spec.pty and (spec.array or len(spec.trials) > 1 or spec.spans):
+        return "an app with a terminal (pty) has one job on one node; leave out pty, or array, trials and spans"
     return None
 
 

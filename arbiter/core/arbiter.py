@@ -40,6 +40,7 @@ from protocol.messages import (
     Party,
     ProbeReply,
     Query,
+    TerminalDoor,
     device_of,
 )
 
@@ -318,7 +319,7 @@ class Arbiter:
                 acts = node_acts if message.kind in ("drain", "undrain") else owner_acts
                 if site.may_speak(turn, sender, message.site):
                     acts.take(turn, sender, message)
-            case Query() | LogChunk():
+            case Query() | LogChunk() | TerminalDoor():
                 pass  # answered by `arbiter.queries`; changes nothing here
             case _:
                 turn.tell(sender.user, f"sent a {type(message).__name__}, which is not for an arbiter", loudly=True)

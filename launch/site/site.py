@@ -83,6 +83,7 @@ def local_site(
                 address="127.0.0.1",
                 state_dir=str(folder / f"node-n{number}"),
                 bootstrap_dir=str(bootstrap_dir()),
+                terminals="127.0.0.1:0",
                 beat_s=beat_s,
                 sample_s=min(1.0, beat_s),
             )

@@ -102,6 +102,13 @@ TimeLimit = Annotated[
     str | None,
     typer.Option("--time-limit", help="how long each job may have its GPUs, such as 2h; then it fails (no limit)"),
 ]
+Pty = Annotated[
+    bool | None, typer.Option("--pty", help="give the program a terminal, and come to it; Enter ~ . leaves it (no)")
+]
+Idle = Annotated[
+    str | None,
+    typer.Option(help="with --pty: end after so long without a key, output or work on its GPUs (as the node says)"),
+]
 After = Annotated[
     list[str] | None,
     typer.Option(
@@ -251,18 +258,32 @@ def run(
     retry: Retry = None,
     time_limit: TimeLimit = None,
     after: After = None,
+    pty: Pty = None,
+    idle: Idle = None,
     file: SpecFile = None,
     no_check: NoCheck = False,
 ) -> None:
-    """Submit an app, show its output, and return its exit code. Ctrl-C cancels it."""
+    """Submit an app, show its output, and return its exit code. Ctrl-C cancels it.
+
+    gpu-arbiter run -g 1 --pty -- bash
+
+    With --pty you come to a terminal on the node; `attach` comes back to it.
+    """
     flags = dict(locals())
     with answering(as_json=False):
         app_spec = specified(flags)
+        if app_spec.pty:
+            from launch import terminals  # which `submit` does without
+
+            terminals.check_terminal()
         with open_client() as client:
             app, notes, _ = hand_over(client, app_spec, checked=not no_check)
-            for sentence in (*notes, f"{app} is queued; its output follows"):
+            follows = "its terminal follows; Enter ~ . leaves it" if app_spec.pty else "its output follows"
+            for sentence in (*notes, f"{app} is queued; {follows}"):
                 note(sentence)
             try:
+                if app_spec.pty:
+                    raise SystemExit(terminals.stay(client.path, app))
                 follow_logs(client, app, follow=True)
                 raise SystemExit(outcome(client, app, None))
             except KeyboardInterrupt:
@@ -380,9 +401,19 @@ def specified(flags: dict[str, Any]) -> AppSpec:
     variables, written = spec.environment(flags["env"] or (), os.environ), fields.get("env", {})
     fields["env"] = variables | written if isinstance(written, dict) else written
     fields |= _secrets(fields, flags["secret"] or ())
+    if fields.get("pty"):
+        _prepare_terminal(fields)
     fields.setdefault("cwd", str(Path.cwd()))
     fields.setdefault("checkpoint_root", str(Path(str(fields["cwd"])) / "checkpoints"))
     return spec.build(fields)
+
+
+def _prepare_terminal(fields: dict[str, Any]) -> None:
+    """Let a program with a terminal start at once and end once, and know the person's own terminal."""
+    fields.setdefault("kind", "interactive")
+    fields.setdefault("max_restarts", 0)
+    if isinstance(fields["env"], dict):
+        fields["env"] = {"TERM": os.environ.get("TERM", "xterm")} | fields["env"]
 
 
 def _secrets(fields: Mapping[str, Any], wanted: Sequence[str]) -> dict[str, Any]:

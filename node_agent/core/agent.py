@@ -21,9 +21,10 @@ from typing import assert_never
 
 from msgspec.structs import replace
 
-from node_agent.core import adoption, measurements, mps_faults, plan_news, reconcile, reports, worker_news
+from node_agent.core import adoption, idle, measurements, mps_faults, plan_news, reconcile, reports, worker_news
 from node_agent.core.events import (
     Adopted,
+    DoorOpened,
     Estimated,
     Flushed,
     HealthLedger,
@@ -34,6 +35,7 @@ from node_agent.core.events import (
     NodeEffect,
     NodeEvent,
     NodeFacts,
+    OpenDoor,
     ProcessCheckpointed,
     QuarantineLifted,
     ReadLogFile,
@@ -42,6 +44,7 @@ from node_agent.core.events import (
     SampleFailed,
     StartFailed,
     StrangerSpared,
+    TerminalQuiet,
     WorkerDisconnected,
     WorkerGone,
     WorkerSaid,
@@ -50,7 +53,18 @@ from node_agent.core.events import (
 from node_agent.core.model import Exited, Starting, Task, Waiting
 from node_agent.core.state import NodeState
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import ARBITER, AnyMessage, GpuId, LogChunk, NodePlan, NodeReport, ReadLog, TaskId
+from protocol.messages import (
+    ARBITER,
+    AnyMessage,
+    GpuId,
+    LogChunk,
+    NodePlan,
+    NodeReport,
+    OpenTerminal,
+    ReadLog,
+    TaskId,
+    TerminalDoor,
+)
 
 LOG_BYTES_MAX = 2**20  #: of one answer, well below the bus's largest frame
 
@@ -169,6 +183,8 @@ def _take_in_message(node: NodeState, message: AnyMessage) -> None:
     match message:
         case NodePlan():
             plan_news.take_plan(node, message)
+        case OpenTerminal(query_id=query, task=task):
+            _open_terminal(node, query, task)
         case ReadLog(query_id=query, task=task, offset=offset, limit=limit):
             node.effects.append(ReadLogFile(query, task, offset, min(limit, LOG_BYTES_MAX)))
         case _:
@@ -191,6 +207,10 @@ def _take_in_local(node: NodeState, event: LocalEvent) -> None:
             node.health.told(event, node.now)
         case LogRead(chunk=chunk):
             _answer_log(node, chunk)
+        case DoorOpened(door=door):
+            node.effects.append(Send(ARBITER, door))
+        case TerminalQuiet():
+            idle.quiet(node, event)
         case _:
             _take_in_worker(node, event)
 
@@ -215,6 +235,15 @@ def _take_in_worker(node: NodeState, event: _WorkerEvent) -> None:
             worker_news.estimated(node, event)
         case _:
             assert_never(event)
+
+
+def _open_terminal(node: NodeState, query: str, task_id: TaskId) -> None:
+    task = node.tasks.get(task_id)
+    if task is not None and isinstance(task.state, Waiting | Starting):
+        door = TerminalDoor(query, task_id, error=f"{task_id} is being started", soon=True)
+        node.effects.append(Send(ARBITER, door))
+    else:
+        node.effects.append(OpenDoor(query, task_id))
 
 
 def _answer_log(node: NodeState, chunk: LogChunk) -> None:

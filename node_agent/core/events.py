@@ -12,7 +12,18 @@ from msgspec import Struct
 
 from node_agent.core.cost import Cost
 from protocol.core import Connected, Received, Send, Tick
-from protocol.messages import AppId, GpuId, JobId, LaunchSpec, LogChunk, NodeId, Rendezvous, StepSource, TaskId
+from protocol.messages import (
+    AppId,
+    GpuId,
+    JobId,
+    LaunchSpec,
+    LogChunk,
+    NodeId,
+    Rendezvous,
+    StepSource,
+    TaskId,
+    TerminalDoor,
+)
 from protocol.worker import FromWorker, Order
 
 #: The treatment of processes on a GPU under no lease. `exclude`: the GPU counts as used. `warn`: they are reported, and
@@ -308,6 +319,20 @@ class MpsChecked(Struct, frozen=True, tag=True):
     trouble: str = ""
 
 
+class TerminalQuiet(Struct, frozen=True, tag=True):
+    """Nothing was typed or shown in a task's terminal for `quiet_s`; after `idle_s` its GPUs are to go back."""
+
+    task: TaskId
+    quiet_s: float
+    idle_s: float
+
+
+class DoorOpened(Struct, frozen=True, tag=True):
+    """There is a way to a task's terminal, or a reason why there is none."""
+
+    door: TerminalDoor
+
+
 class LogRead(Struct, frozen=True, tag=True):
     """A part of a task's log was read."""
 
@@ -332,6 +357,8 @@ LocalEvent = (
     | MpsFaulted
     | MpsChecked
     | LogRead
+    | TerminalQuiet
+    | DoorOpened
 )
 NodeEvent = LocalEvent | Received | Tick | Connected
 
@@ -445,6 +472,20 @@ class ReadLogFile(Struct, frozen=True, tag=True):
     limit: int
 
 
+class OpenDoor(Struct, frozen=True, tag=True):
+    """Open a way to a task's terminal; answered by `DoorOpened`."""
+
+    query_id: str
+    task: TaskId
+
+
+class WarnTerminal(Struct, frozen=True, tag=True):
+    """Show a sentence in a task's terminal."""
+
+    task: TaskId
+    sentence: str
+
+
 LocalEffect = (
     RememberFence
     | RememberIncarnation
@@ -459,5 +500,7 @@ LocalEffect = (
     | ForgetWorker
     | TakeSample
     | ReadLogFile
+    | OpenDoor
+    | WarnTerminal
 )
 NodeEffect = LocalEffect | Send

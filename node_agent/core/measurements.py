@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from node_agent.core import ladder
+from node_agent.core import idle, ladder
 from node_agent.core.events import GpuSample, OrderWorker, Sampled
 from node_agent.core.model import Exited, Running, Stopping, Task, Waiting
 from node_agent.core.state import NodeState
@@ -24,6 +24,7 @@ def sampled(node: NodeState, event: Sampled) -> None:
     measured = tuple(sample for sample in event.gpus if not sample.unmeasured)
     node.effects += node.health.sampled(measured, node.now)
     _note_use(node, measured)
+    idle.note_work(node, measured)
     for process in (process for sample in measured for process in sample.processes):
         if process.task in node.tasks and not node.tasks[process.task].facts.on_gpu:
             node.learn(process.task, on_gpu=True)

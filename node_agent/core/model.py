@@ -180,6 +180,9 @@ class Facts(Struct, frozen=True):
     cost: Cost = Cost()
     on_gpu: bool = False  #: a process of it was seen to use a GPU, as the driver needs it
     mps: bool = False  #: it is a client of MPS, for as long as it lives
+    quiet_s: float | None = None  #: for how long nothing was typed or shown in its terminal; None: it has none
+    worked_at: float = 0.0  #: of a task with a terminal: when a GPU of it was last seen at work, UNIX seconds
+    warned_at: float | None = None  #: when its terminal was told that it will end, UNIX seconds
     verdict: Literal["", "failed", "preempted"] = ""  #: an earlier node agent's on its end, if that was one of MPS
 
 

@@ -53,10 +53,16 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
     if left(facts, gone):
         return Verdict("preempted", f"{_saved(facts)}left as it was told", code)
     if code == 0 and not facts.hello and not isinstance(task.state, Vacating | Suspending):
-        return Verdict("finished", "exited 0; never used the library, so its success is unconfirmed", code)
+        # The person at a terminal knows what came of it.
+        unconfirmed = "" if _has_terminal(task) else "exited 0; never used the library, so its success is unconfirmed"
+        return Verdict("finished", unconfirmed, code)
     if code == 0:
         return Verdict("failed", "exited early: code 0, but it never said that it had finished" + _tail(gone), code)
     return Verdict("failed", _how(gone) + _tail(gone), _shell_code(gone))
+
+
+def _has_terminal(task: Task) -> bool:
+    return task.facts.quiet_s is not None or (task.launch is not None and task.launch.terminal is not None)
 
 
 def left(facts: Facts, gone: WorkerGone) -> bool:

@@ -61,7 +61,9 @@ def started(node: NodeState, event: WorkerStarted) -> None:
     task = replace(node.tasks[event.task], began_at=node.now)
     node.put(task)
     node.learn(event.task, mps=event.mps)
-    node.enter_state(task, Loading(node.now + node.facts.hello_s), f"started as process {event.pid}")
+    # A person waits at a terminal, and a shell says no hello.
+    hello_s = node.facts.hello_s if task.launch is None or task.launch.terminal is None else 0.0
+    node.enter_state(task, Loading(node.now + hello_s), f"started as process {event.pid}")
 
 
 def start_failed(node: NodeState, event: StartFailed) -> None:

@@ -1,8 +1,9 @@
 """The words of a node agent and its launcher: one JSON line each way over a Unix socket, file descriptors beside it.
 
 A request to start a task comes with four descriptors, in this order: the log (for appending), the record of the end,
-the lock of the record, and the pipe for the first line. The task's supervisor gets them as they are, so that no user
-needs a path into the node agent's folders.
+the lock of the record, and the pipe for the first line; a fifth for a task with a terminal is the socket at which
+its owner comes to it. The task's supervisor gets them as they are, so that no user needs a path into the node agent's
+folders.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSp
 #: Of one request: the largest command and environment that the kernel takes, and room.
 REQUEST_BYTES_MAX = 2**23
 DESCRIPTORS = 4
+DESCRIPTORS_MAX = 5
 #: Of node agents on this node by their state directories, and of their tasks; see `node_agent.workers.containment`.
 Owner = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$")]
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}-[0-9a-f]{16}$")]
@@ -76,6 +78,7 @@ class Payload(Struct, frozen=True):
     cpus: tuple[int, ...]
     reader: str  #: the user, for sentences
     node: str
+    terminal: bool = False
     cgroup: str = "own"
 
 

@@ -121,8 +121,8 @@ class Launcher:
 
     def _start(self, start: Start, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
         user = self._check(start)
-        if len(descriptors) != requests.DESCRIPTORS:
-            raise Refused(f"a task needs {requests.DESCRIPTORS} descriptors, and {len(descriptors)} came")
+        if len(descriptors) != (needed := requests.DESCRIPTORS + (start.launch.terminal is not None)):
+            raise Refused(f"a task needs {needed} descriptors, and {len(descriptors)} came")
         _give_log(descriptors[0], self.node_uid, user.pw_gid)
         mark = self._mark(start)
         with ExitStack() as held, ExitStack() as undoing:
@@ -241,9 +241,8 @@ class Launcher:
         env |= start.env | _identity(start, launch)
         ours = start.env.keys() | _identity(start, launch).keys()
         secrets = {name: file for name, file in launch.secrets.items() if name not in ours}
-        return Payload(
-            launch.command, launch.cwd, launch.checkpoint_dir, env, secrets, start.cpus, user.pw_name, start.node
-        )
+        told = (user.pw_name, start.node, launch.terminal is not None)
+        return Payload(launch.command, launch.cwd, launch.checkpoint_dir, env, secrets, start.cpus, *told)
 
     def _accept(self, key: str, listener: socket.socket, uid: int) -> socket.socket:
         """Return the connection of a task's supervisor: another process of the user's is none."""
@@ -421,7 +420,7 @@ def _receive(connection: socket.socket, descriptors: list[int]) -> bytes:
     """Return the line of a request; its descriptors are added to `descriptors`, so that they are closed in any case."""
     data = b""
     while not data.endswith(b"\n"):
-        chunk, found, _, _ = socket.recv_fds(connection, 2**16, requests.DESCRIPTORS)
+        chunk, found, _, _ = socket.recv_fds(connection, 2**16, requests.DESCRIPTORS_MAX)
         descriptors += found
         data += chunk
         if not chunk or len(data) > requests.REQUEST_BYTES_MAX:

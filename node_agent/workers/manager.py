@@ -15,8 +15,8 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2s
 from pathlib import Path
@@ -39,6 +39,7 @@ from node_agent.core.events import (
     StartFailed,
     StartWorker,
     StrangerSpared,
+    TerminalQuiet,
     WorkerDisconnected,
     WorkerGone,
     WorkerNote,
@@ -48,7 +49,7 @@ from node_agent.core.events import (
 from node_agent.devices import DeviceBackend
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.launcher.requests import Start
-from node_agent.workers import containment, mps, trackers
+from node_agent.workers import containment, doors, mps, trackers
 from node_agent.workers.containment import Bounds, ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.logs import LOOK_S, Logs, Part
@@ -68,7 +69,7 @@ from node_agent.workers.simulated_mps import SimulatedMps
 from node_agent.workers.storage import Storage
 from node_agent.workers.supervisors import START_S, CannotStart, Launcher, spawn
 from node_agent.workers.worker_socket import WorkerSocket
-from protocol.messages import GpuId, Rendezvous, TaskId, device_of
+from protocol.messages import GpuId, Rendezvous, TaskId, Terminal, TerminalDoor, device_of
 from protocol.worker import Counted, FromWorker, Order, Progress
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -82,6 +83,8 @@ KILLED_S = 5.0
 MPS_LOOK_S = 5.0
 #: Variables that a task inherits of the node agent's own environment; others could hold the broker's password.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
+#: Between two looks at terminals that are quiet.
+TERMINALS_LOOK_S = 1.0
 #: In the state directory: the containment in force.
 STANDING = "containment.json"
 #: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
@@ -110,6 +113,9 @@ class Settings(Struct, frozen=True):
     memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
     mps: frozenset[GpuId] = frozenset()  #: the GPUs whose jobs are clients of MPS
     launcher: Path | None = None  #: its socket; None: tasks are started here, as this user
+    terminals: str = ""  #: where their owners come to the terminals of tasks, ``HOST:PORT``; empty: nowhere
+    address: str = ""  #: by which other hosts reach this one
+    idle_s: float = 0.0  #: the most that a terminal may be without use; 0: not bounded
 
 
 class _Worker:
@@ -170,6 +176,7 @@ class Workers:
         self._bounds: Bounds = self._launcher or self._containment
         self._memory = self._open_memory()
         self._mps = self._open_mps()
+        self._doors = doors.Doors(settings.terminals, settings.address, settings.state_dir, tasks, self._terminal_of)
 
     def _contain(self) -> containment.Containment:
         """Choose the containment, and log the gaps of the bounds that tasks will have."""
@@ -261,7 +268,8 @@ class Workers:
         elif how == "kill":
             self._kill_all(task, started)
         elif procfs.is_running(started.pid, started.start_ticks):
-            _send(started.pid, signal.SIGTERM)
+            # An interactive shell takes no notice of SIGTERM; that its terminal goes it does notice.
+            _send(started.pid, signal.SIGHUP if worker.spec.terminal else signal.SIGTERM)
             _send(started.pid, signal.SIGCONT)
 
     def end_stranger(self, effect: EndStranger) -> None:
@@ -295,6 +303,41 @@ class Workers:
     async def read_log(self, task: TaskId, *, offset: int, limit: int) -> Part:
         """Return up to `limit` bytes of the task's log from `offset` on."""
         return await asyncio.to_thread(self._logs.read, task, offset=offset, limit=limit)
+
+    def open_door(self, query_id: str, task: TaskId) -> TerminalDoor:
+        """Return the way to the terminal of a task, or why there is none."""
+        return self._doors.open_to(query_id, task, self._settings.node)
+
+    def warn(self, task: TaskId, sentence: str) -> None:
+        """Show a sentence in the terminal of a task, which may have none any more."""
+        folder = self._terminal_of(task)
+        if folder is not None:
+            self._tasks.create_task(asyncio.to_thread(doors.warn, folder, sentence), name=f"warn {task}")
+
+    def _terminal_of(self, task: TaskId) -> Path | None:
+        """Return the folder with the socket of a task's terminal."""
+        worker = self._workers.get(task)
+        if worker is None or worker.started is None or not worker.spec.terminal:
+            return None
+        return self._records.of(task).path
+
+    async def watch_terminals(self) -> None:
+        """Let persons come to terminals, and post which of these are quiet, until cancelled."""
+        try:
+            await self._doors.open()
+        except doors.DoorError as error:
+            raise WorkersError(str(error)) from error
+        try:
+            while True:
+                for task, worker in list(self._workers.items()):
+                    folder = self._terminal_of(task)
+                    if folder is not None and worker.spec.idle_s > 0:
+                        quiet_s = await asyncio.to_thread(doors.quiet_s, folder)
+                        if quiet_s is not None:
+                            self._post(TerminalQuiet(task, quiet_s, worker.spec.idle_s))
+                await asyncio.sleep(TERMINALS_LOOK_S)
+        finally:
+            self._doors.close()
 
     async def bound_logs(self) -> None:
         """Keep each log within its bound, until cancelled: also those of workers that were adopted, or are over."""
@@ -403,7 +446,14 @@ class Workers:
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
             mps=offer.mark,
             uid=-1 if self._launcher is None or launch.warrant is None else launch.warrant.uid,
+            terminal=launch.terminal is not None,
+            idle_s=self._idle_s(launch.terminal),
         )
+
+    def _idle_s(self, terminal: Terminal | None) -> float:
+        """Return after how long without use a terminal ends: as its owner wishes, within what the node allows."""
+        bounds = (0.0 if terminal is None else terminal.idle_s, self._settings.idle_s)
+        return 0.0 if terminal is None else min((each for each in bounds if each), default=0.0)
 
     def _environment(self, effect: StartWorker) -> dict[str, str]:
         """Return the task's environment; the node agent's variables win over the user's.
@@ -443,7 +493,9 @@ class Workers:
         record = await asyncio.to_thread(self._records.create, spec)
         worker = await self._hold(spec)
         command = self._shim_command(record, spec.task, limits)
-        line, complaint = await asyncio.to_thread(spawn, command, record, partial(setattr, worker, "root"))
+        with _listening(record, spec) as terminal:
+            heard = partial(setattr, worker, "root")
+            line, complaint = await asyncio.to_thread(spawn, command, record, heard, terminal)
         if not line:
             ended = record.exit
             why = ended.error if ended and ended.error else complaint or "its supervisor ended at once"
@@ -469,7 +521,8 @@ class Workers:
             cpus=spec.cpus,
         )
         log_file, heard = self._logs.path(spec.task), partial(setattr, worker, "root")
-        worker.started = await asyncio.to_thread(launcher.start, start, log_file, record, heard)
+        with _listening(record, spec) as terminal:
+            worker.started = await asyncio.to_thread(launcher.start, start, log_file, record, heard, terminal)
         return worker.started
 
     def _shim_command(self, record: Record, task: TaskId, limits: Limits) -> list[str]:
@@ -593,7 +646,8 @@ class Workers:
             spec.task,
             exit_code=ended.code,
             signal=ended.signal,
-            tail=self._logs.tail(spec.task),
+            # What a person saw in a terminal is for that person alone, and would be kept in journals.
+            tail="" if spec.terminal else self._logs.tail(spec.task),
             reason=_out_of_memory(ended),
             finished=finished.metrics if finished else None,
             finished_step=finished.step if finished else -1,
@@ -768,6 +822,19 @@ def finished_of(spec: Spec, ended: Exit | None = None) -> FinishedFile | None:
         return None
     # Of a job on several nodes the first part writes it down for all.
     return found if found.task == spec.task or spec.task.startswith(f"{found.task}.") else None
+
+
+@contextmanager
+def _listening(record: Record, spec: Spec) -> Iterator[int | None]:
+    """Yield the listening socket of a task's terminal, which is its supervisor's afterwards; None if it has none."""
+    if not spec.terminal:
+        yield None
+        return
+    listener = doors.listen(record.path)
+    try:
+        yield listener
+    finally:
+        os.close(listener)
 
 
 def _owner_of(spec: Spec) -> Owner:

@@ -59,6 +59,8 @@ class Spec(Struct, frozen=True):
     secrets: dict[str, str] = {}
     cgroup: str = ""  #: the folder of the group that the task joins; ``own``: it is in its shim's
     mps: MpsMark | None = None  #: of a client of MPS
+    terminal: bool = False  #: it has one
+    idle_s: float = 0.0  #: of a task with a terminal: after so long without use it ends; 0: never
     uid: int = -1  #: the user that the launcher started it as; -1: the node agent started it, as its own user
 
 

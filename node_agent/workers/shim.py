@@ -9,6 +9,8 @@ Where a launcher starts tasks as their users, it runs as the user, ``python -I -
 and sends what is to run, with descriptors of the node agent's own files, to which the user has no path. It checks the
 task's folders as the user, and tells the end in the descriptor of ``exit.json``. SIGTERM is passed on to the task.
 
+A task with a terminal gets one whose other end is here (`terminal`); all that it shows goes to the log, too.
+
 The task gets a session of its own. It dies with the shim (PDEATHSIG). Processes that it left behind, also those in
 other sessions, come back to the shim as their nearest subreaper and are killed before ``exit.json`` is written.
 """
@@ -36,6 +38,8 @@ if TYPE_CHECKING:  # `typing` itself is not needed to run
 LOCK_FD = 9
 #: Of a task that a launcher started: its log and the record of its end; descriptors from there on are free.
 LOG_FD, EXIT_FD, SPARE_FD = 10, 11, 20
+#: The socket at which persons come to the terminal of a task that has one.
+TERMINAL_FD = 12
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
@@ -60,18 +64,20 @@ def main(place: str) -> int:
         with open(os.path.join(place, "spec.json"), "rb") as file:
             spec = json.load(file)
     reserve(exit_file(place, by_launcher))
-    pid, error = spawn(spec)
+    terminal = terminal_of(spec)
+    pid, error = spawn(spec, terminal)
     if error:
         write_end(place, {"error": error}, by_launcher)
         return 1
     started = {"pid": pid, "start_ticks": start_ticks(pid), "shim": os.getpid(), "shim_ticks": start_ticks(os.getpid())}
     if by_launcher:
-        pass_on(signal.SIGTERM, pid)
+        # An interactive shell takes no notice of SIGTERM; that its terminal goes it does notice.
+        pass_on(signal.SIGTERM, pid, signal.SIGTERM if terminal is None else signal.SIGHUP)
     else:
         write(place, "started.json", started)
     tell(started)
     began = time.clock_gettime(time.CLOCK_BOOTTIME)
-    status = wait(pid)
+    status = wait(pid) if terminal is None else terminal.serve(pid)
     lived_s = time.clock_gettime(time.CLOCK_BOOTTIME) - began
     survivors = end_survivors()
     code, number = (None, os.WTERMSIG(status)) if os.WIFSIGNALED(status) else (os.WEXITSTATUS(status), None)
@@ -79,11 +85,33 @@ def main(place: str) -> int:
     ended: Json = {"code": code, "signal": number, "survivors": survivors, "oom_kills": kills, "lived_s": lived_s}
     if by_launcher:
         ended["finished"] = finished(spec["checkpoint_dir"])
+    if terminal is not None:
+        terminal.end(os.waitstatus_to_exitcode(status) if number is None else 128 + number)
     write_end(place, ended, by_launcher)
     return 0
 
 
-def spawn(spec: Json) -> tuple[int, str]:
+def terminal_of(spec: Json) -> Any:
+    """Return the terminal of a task, if it is to have one; what makes it is read only then, as it takes its time."""
+    if not spec.get("terminal"):
+        return None
+    from importlib import util  # this folder is not on the path
+
+    found = util.spec_from_file_location("terminal", __file__.replace("shim.py", "terminal.py"))
+    assert found is not None, "it lies beside this file"
+    assert found.loader is not None, "it is a file of Python"
+    module = util.module_from_spec(found)
+    found.loader.exec_module(module)
+    os.set_inheritable(TERMINAL_FD, False)
+    return module.Terminal(TERMINAL_FD, log_file(spec))
+
+
+def log_file(spec: Json) -> int:
+    """Return a descriptor of the task's log; where a launcher starts tasks, it is one that came from the node agent."""
+    return os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600) if "log" in spec else LOG_FD
+
+
+def spawn(spec: Json, terminal: Any = None) -> tuple[int, str]:
     """Start the command; return its pid, or why it could not be started."""
     reader, writer = os.pipe()
     shim = os.getpid()
@@ -91,7 +119,7 @@ def spawn(spec: Json) -> tuple[int, str]:
     if pid == 0:
         os.close(reader)
         try:
-            become(spec, shim)
+            become(spec, shim, terminal)
         except BaseException as error:  # noqa: BLE001 - the child must end here in any case
             os.write(writer, str(error).encode(errors="replace"))
         os._exit(127)
@@ -103,7 +131,7 @@ def spawn(spec: Json) -> tuple[int, str]:
     return pid, complaint
 
 
-def become(spec: Json, shim: int) -> None:
+def become(spec: Json, shim: int, terminal: Any) -> None:
     """Turn this child into the task."""
     os.setsid()
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -116,15 +144,15 @@ def become(spec: Json, shim: int) -> None:
             group.write("0")  # this very process; its children are born in the group
     if spec["cpus"]:
         os.sched_setaffinity(0, spec["cpus"])
-    if "log" in spec:
-        log = os.open(spec["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    else:
-        log = LOG_FD
+    if "log" not in spec:
         os.set_inheritable(EXIT_FD, False)
         check_folders(spec)
-    null = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((null, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
+    if terminal is not None:
+        terminal.become_controlling()
+    else:
+        log, null = log_file(spec), os.open(os.devnull, os.O_RDONLY)
+        for source, target in ((null, 0), (log, 1), (log, 2)):
+            os.dup2(source, target)
     for descriptor in (LOCK_FD, LOG_FD):
         with suppress(OSError):  # started by hand, without a lock; or it has opened the log itself
             os.close(descriptor)
@@ -264,11 +292,11 @@ def receive(place: str) -> Json:
 
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
         launcher.connect(place)
-        data, found, _, _ = socket.recv_fds(launcher, 2**16, 4)
+        data, found, _, _ = socket.recv_fds(launcher, 2**16, 5)
         while more := launcher.recv(2**16):
             data += more
-    log, end, lock, line = (os.dup2(one, SPARE_FD + number) for number, one in enumerate(found))
-    for source, target in ((log, LOG_FD), (end, EXIT_FD), (lock, LOCK_FD), (line, 1)):
+    spare = [os.dup2(one, SPARE_FD + number) for number, one in enumerate(found)]
+    for source, target in zip(spare, (LOG_FD, EXIT_FD, LOCK_FD, 1, TERMINAL_FD), strict=False):
         os.dup2(source, target)
     os.closerange(SPARE_FD, SPARE_FD + len(found))
     spec = json.loads(data)
@@ -276,12 +304,12 @@ def receive(place: str) -> Json:
     return spec
 
 
-def pass_on(number: int, pid: int) -> None:
-    """Pass a signal on to the task from now on, waking it if it was stopped."""
+def pass_on(number: int, pid: int, as_number: int) -> None:
+    """Pass a signal on to the task from now on, as this one or another, waking it if it was stopped."""
 
     def send(*_: object) -> None:
         with suppress(ProcessLookupError):
-            os.kill(pid, number)
+            os.kill(pid, as_number)
             os.kill(pid, signal.SIGCONT)
 
     signal.signal(number, send)

@@ -20,9 +20,9 @@ import structlog
 from msgspec.structs import replace
 
 from node_agent import procfs
-from node_agent.launcher.requests import DESCRIPTORS, Living, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.requests import DESCRIPTORS, DESCRIPTORS_MAX, Living, Reopen, Reply, Request, Signal, Start
 from node_agent.workers.records import Record, Started, write_json
-from node_agent.workers.shim import LOCK_FD
+from node_agent.workers.shim import LOCK_FD, TERMINAL_FD
 from protocol.messages import GpuId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -42,8 +42,12 @@ class CannotStart(Exception):  # noqa: N818 - an expected no, told to the user a
     """A task cannot be started here; the message names the mend."""
 
 
-def spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None]) -> tuple[bytes, str]:
+def spawn(
+    command: Sequence[str], record: Record, spawned: Callable[[int], None], terminal: int | None = None
+) -> tuple[bytes, str]:
     """Start the shim, which inherits the record's lock; return its first line and its complaint.
+
+    It inherits `terminal`, too, the listening socket of a task's terminal.
 
     `spawned` is called with its pid as soon as it lives, since the task may speak before the shim does.
     """
@@ -57,6 +61,8 @@ def spawn(command: Sequence[str], record: Record, spawned: Callable[[int], None]
             (os.POSIX_SPAWN_DUP2, errors, 2),
             (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
         ]
+        if terminal is not None:
+            actions.append((os.POSIX_SPAWN_DUP2, terminal, TERMINAL_FD))
         # Not subprocess: the child is meant to outlive us, and a Popen object insists on being waited for.
         pid = os.posix_spawnp(command[0], list(command), dict(os.environ), file_actions=actions, setsid=True)
         spawned(pid)
@@ -97,8 +103,17 @@ class Launcher:
     def __init__(self, path: Path) -> None:
         self._path = path
 
-    def start(self, start: Start, log_file: Path, record: Record, spawned: Callable[[int], None]) -> Started:
+    def start(
+        self,
+        start: Start,
+        log_file: Path,
+        record: Record,
+        spawned: Callable[[int], None],
+        terminal: int | None = None,
+    ) -> Started:
         """Have a task started, and write down its processes. `spawned` is called with the supervisor's number.
+
+        `terminal` is the listening socket of its terminal.
 
         Raises
         ------
@@ -109,7 +124,7 @@ class Launcher:
         append = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         files = [os.open(log_file, append, 0o600), os.open(record.path / "exit.json", os.O_RDWR | os.O_CREAT, 0o600)]
         try:
-            reply = self._ask(start, [*files, lock, out_write])
+            reply = self._ask(start, [*files, lock, out_write, *([] if terminal is None else [terminal])])
         finally:
             for descriptor in (*files, lock, out_write):
                 os.close(descriptor)
@@ -165,7 +180,7 @@ class Launcher:
         return error
 
     def _ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
-        assert len(descriptors) in (0, DESCRIPTORS)
+        assert len(descriptors) in (0, DESCRIPTORS, DESCRIPTORS_MAX)
         try:
             with _connected(self._path) as connection:
                 connection.settimeout(ANSWER_S)

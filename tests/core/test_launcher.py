@@ -29,7 +29,7 @@ from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Rec
 from node_agent.workers.supervisors import _believed
 from protocol import warrants
 from protocol.config import ConfigError
-from protocol.messages import AppId, GpuId, JobId, LaunchSpec, Warrant
+from protocol.messages import AppId, GpuId, JobId, LaunchSpec, Terminal, Warrant
 from tests.support.gateway import GATEWAY, Hand
 from tests.support.node_site import task_order
 
@@ -114,6 +114,7 @@ ALTERED: dict[str, object] = {
     "env": {"SEED": "7", "LD_PRELOAD": "/tmp/evil.so"},
     "run": "r2",
     "secrets": {"KEY": "/home/ana/other"},
+    "terminal": Terminal(60.0),
 }
 ALTERED_WARRANT: dict[str, object] = {
     "gateway": "login2",

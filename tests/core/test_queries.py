@@ -32,6 +32,7 @@ from arbiter.queries import Queries
 from launch import views
 from protocol.codec import encode
 from protocol.core import Send
+from protocol.exit_codes import FAILED, NOT_PERMITTED, TIMED_OUT
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import (
     ARBITER,
@@ -40,11 +41,13 @@ from protocol.messages import (
     LeaseId,
     LogChunk,
     NodeId,
+    OpenTerminal,
     Party,
     Query,
     ReadLog,
     TaskId,
     TenantId,
+    TerminalDoor,
 )
 from tests.support.arbiter_site import AUCTION, SETTINGS, Effect, Site, gpu_id, task, wish, with_auction
 
@@ -529,6 +532,49 @@ def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() 
     document = msgspec.json.decode(answer.message.document)
     assert base64.b64decode(document["data"]) == b"loss 0.1\n"
     assert counter.queries.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
+
+
+DOOR = TerminalDoor("q8", TaskId("ana-1.0-a0"), "gpu-1", 7073, "0f" * 24, "5e" * 32)
+
+
+def test_the_way_to_a_terminal_comes_from_the_node_that_has_it_and_is_told_to_the_owner_who_asked() -> None:
+    counter = contended()
+    (ask,) = counter.queries.ask(ANA, Query("q8", "terminal", "ana-1"), counter.site.now)
+    assert ask == Send(Party("node", "n1"), OpenTerminal("q8", TaskId("ana-1.0-a0")))
+    (answer,) = counter.queries.deliver(Party("node", "n1"), DOOR)
+    assert answer.to == ANA
+    assert isinstance(answer.message, Answer)
+    told = msgspec.json.decode(answer.message.document)
+    assert told == {"schema": "terminal/v1", "task": "ana-1.0-a0"} | {
+        field: getattr(DOOR, field) for field in ("address", "port", "token", "fingerprint")
+    }
+
+
+def test_the_terminal_of_an_app_is_for_its_owner_only() -> None:
+    counter = contended()
+    (no,) = counter.queries.ask(Party("app", "bob"), Query("q8", "terminal", "ana-1"), counter.site.now)
+    assert isinstance(no.message, Answer)
+    assert no.message.error == "the terminal of ana-1 is for ana only"
+    assert msgspec.json.decode(no.message.document)["code"] == NOT_PERMITTED
+    assert counter.queries.deliver(Party("node", "n1"), DOOR) == []
+
+
+def test_no_other_node_can_answer_for_the_node_that_was_asked() -> None:
+    counter = contended()
+    counter.queries.ask(ANA, Query("q8", "terminal", "ana-1"), counter.site.now)
+    assert counter.queries.deliver(Party("node", "n2"), replace(DOOR, address="evil")) == []
+    assert counter.queries.deliver(Party("node", "n1"), DOOR)
+
+
+@pytest.mark.parametrize(("soon", "code"), [(False, FAILED), (True, TIMED_OUT)])
+def test_a_node_without_a_way_to_a_terminal_says_why_and_whether_to_ask_again(soon: bool, code: int) -> None:
+    counter = contended()
+    counter.queries.ask(ANA, Query("q8", "terminal", "ana-1"), counter.site.now)
+    no = TerminalDoor("q8", TaskId("ana-1.0-a0"), error="it has no terminal", soon=soon)
+    (answer,) = counter.queries.deliver(Party("node", "n1"), no)
+    assert isinstance(answer.message, Answer)
+    assert answer.message.error == "it has no terminal"
+    assert msgspec.json.decode(answer.message.document)["code"] == code
 
 
 def spread() -> Counter:

@@ -22,6 +22,7 @@ CODE = (".py", ".toml", ".service", ".csv", ".json", ".sh", "Makefile")
 #: Names of other programs, of variables of the environment, and of files that users have.
 FOREIGN = {
     "--install-completion",
+    "condor_ssh_to_job",
     "NODE_FAIL NO_COLOR HF_HOME ID_3 wait_job",
     "close_all_user_connections delete_user synchronous_standby_names",
     "finished.json manifest.json tenant_shares.csv throughputs.csv two_weeks.csv",

@@ -31,6 +31,7 @@ from protocol.messages import (
     NodeReport,
     Offer,
     OfferedGpu,
+    OpenTerminal,
     Outage,
     Party,
     Preempt,
@@ -47,6 +48,8 @@ from protocol.messages import (
     TaskOrder,
     TaskStatus,
     TenantId,
+    Terminal,
+    TerminalDoor,
     Utility,
     Warrant,
 )
@@ -62,6 +65,7 @@ _LAUNCH = LaunchSpec(
     run="ann-1-5f0c",
     secrets={"WANDB_API_KEY": "/home/ann/.wandb"},
     warrant=Warrant("login1", "ann", 2001, (2001, 3000), (_GPU, _OTHER_GPU), 1_800_000_000, "ab" * 64),
+    terminal=Terminal(600.0),
 )
 _TERMS = LeaseTerms(_LEASE, _GPU, NodeId("n1"), "r1", "s0", 3, 55.5, leaving=True)
 _STATUS = TaskStatus(
@@ -232,6 +236,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
     ),
     (APP, Act("q2", "drain", "n1", "s-4711", "new memory", force=True)),
     (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True, dropped=512)),
+    (NODE, TerminalDoor("q1", _TASK, "gpu-1", 7073, "0f" * 24, "5e" * 32, "it is being started", soon=True)),
     (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
     (
         ARBITER,
@@ -287,4 +292,5 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
         ),
     ),
     (ARBITER, ReadLog("q1", _TASK, 4096, 1024)),
+    (ARBITER, OpenTerminal("q1", _TASK)),
 )

@@ -46,6 +46,7 @@ from protocol.messages import (
     TaskId,
     TaskStatus,
     TenantId,
+    TerminalDoor,
     Utility,
     seat,
 )
@@ -129,7 +130,9 @@ class Forger:
 
     def _draw(self, sender: Party) -> AnyMessage:
         if sender.role == "node":
-            return self._node_report(sender.id) if self.often(0.95) else self._log_chunk()
+            if self.often(0.95):
+                return self._node_report(sender.id)
+            return self._log_chunk() if self.often(0.5) else TerminalDoor("q1", TaskId("x-1.0-a0"), "evil", 1, "0f")
         kinds = (self._app_report, self._app_report, self._app_report, self._rho, self._bid, self._query, self._act)
         return self.one(kinds)(sender.id)
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
+import select
 import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 from launch.site import shipped
@@ -142,11 +145,47 @@ class Host:
                 process.kill()
             await process.wait()
 
+    def _owner(self, user: str) -> Sequence[str]:
+        """The words before a program of a user's, to which `gpu-arbiter` is known."""
+        program = ("env", "-C", f"/home/{user}", f"PYTHONPATH={REPOSITORY}", "PYTHONDONTWRITEBYTECODE=1")
+        return (*program, f"GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}", sys.executable)
+
+    def as_owner_runs(self, user: str, script: str, *words: str) -> str:
+        """What a script of Python prints to a user of this host."""
+        return self.run(*self._owner(user), "-c", script, *words, user=user)
+
+    def terminal_of(self, user: str, *words: str) -> OwnTerminal:
+        """`gpu-arbiter` in a terminal of a user of this host."""
+        return OwnTerminal([*self.enter, *as_user(user), *self._owner(user), "-m", "gpu_arbiter", *words])
+
     def as_owner(self, user: str, *words: str, check: bool = True) -> str:
         """What `gpu-arbiter` prints to a user of this host."""
-        program = ("env", "-C", f"/home/{user}", f"PYTHONPATH={REPOSITORY}", "PYTHONDONTWRITEBYTECODE=1")
-        url = f"GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}"
-        return self.run(*program, url, sys.executable, "-m", "gpu_arbiter", *words, user=user, check=check)
+        return self.run(*self._owner(user), "-m", "gpu_arbiter", *words, user=user, check=check)
+
+
+class OwnTerminal:
+    """A command that has a terminal of its own, whose other end is here."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        self._end, program = os.openpty()
+        self._process = subprocess.Popen(command, stdin=program, stdout=program, stderr=program)
+        os.close(program)
+        self._shown = ""
+
+    def read_until(self, pattern: str) -> str:
+        """All that was shown once `pattern` is among it."""
+        by = time.monotonic() + PATIENCE_S
+        while not re.search(pattern, self._shown):
+            ready, _, _ = select.select([self._end], [], [], 1.0)
+            with suppress(OSError):
+                self._shown += os.read(self._end, 4096).decode() if ready else ""
+            assert time.monotonic() < by, f"no {pattern!r} is shown, but: {self._shown}"
+        return self._shown
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        os.close(self._end)
 
 
 def as_user(name: str) -> Sequence[str]:

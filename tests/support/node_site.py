@@ -41,12 +41,14 @@ from protocol.messages import (
     NodeId,
     NodePlan,
     NodeReport,
+    OpenTerminal,
     Party,
     ReadLog,
     Sharing,
     TaskId,
     TaskOrder,
     TaskStatus,
+    TerminalDoor,
     ToNode,
     Want,
     seat,
@@ -126,12 +128,12 @@ class Site:
         data = encode(message, sender=ARBITER, id=f"m{next(self._ids)}")
         assert await self._link.send([Outgoing(Party("node", NODE), data)]) == [None]
 
-    async def receive(self) -> NodeReport | LogChunk:
+    async def receive(self) -> NodeReport | LogChunk | TerminalDoor:
         async with asyncio.timeout(PATIENCE_S):
             delivery = await self._link.receive()
             await delivery.ack()
         body = decode(delivery.data).body
-        assert isinstance(body, NodeReport | LogChunk)
+        assert isinstance(body, NodeReport | LogChunk | TerminalDoor)
         return body
 
     async def report(
@@ -168,6 +170,13 @@ class Site:
         while True:
             message = await self.receive()
             if isinstance(message, LogChunk):
+                return message
+
+    async def door(self, task: str) -> TerminalDoor:
+        await self.send(OpenTerminal("q", TaskId(task)))
+        while True:
+            message = await self.receive()
+            if isinstance(message, TerminalDoor):
                 return message
 
 

@@ -31,6 +31,8 @@ async def serve(folder: Path) -> None:
         state_dir=str(folder / "node"),
         runtime_dir=f"{RUNTIME}/whole",
         launcher=LAUNCHER,
+        terminals="0.0.0.0:0",
+        address="127.0.0.1",
         beat_s=0.2,
         sample_s=0.2,
         hello_s=0.5,

@@ -356,3 +356,39 @@ async def test_what_two_users_submit_at_a_gateway_runs_as_each_of_them(host: tup
         assert "I am 2001 alice" in await asyncio.to_thread(there.as_owner, "alice", *words)
         refused = await asyncio.to_thread(lambda: there.as_owner("bob", *words, check=False))
         assert "I am" not in refused
+
+
+#: Asks the gateway for the way to a terminal, and tells what it says.
+ASKING = """
+import sys
+from app_agent.control import Control, ControlError
+try:
+    with Control() as control:
+        print(control.query("terminal", sys.argv[1]))
+except ControlError as error:
+    print(error.code, error.sentence)
+"""
+
+
+@pytest.mark.full
+async def test_a_terminal_is_its_owners_own_on_the_node_and_no_other_user_comes_to_it(host: tuple[Host, Hand]) -> None:
+    there, _ = host
+    program = "echo I am $(id -un) $(id -u) at $(stat -c %U $(tty)); trap 'exit 3' HUP; while :; do sleep 0.2; done"
+    async with there.whole_site():
+        shell = there.terminal_of("alice", "run", "--pty", "--", "bash", "-c", program)
+        try:
+            shown = await asyncio.to_thread(shell.read_until, r"I am alice 2001 at alice")
+            app = re.findall(r"(alice-[a-z]+\d+) is queued", shown)[0]
+            no = await asyncio.to_thread(there.as_owner_runs, "bob", ASKING, app)
+            assert no == f"7 the terminal of {app} is for alice only\n"
+            yes = await asyncio.to_thread(there.as_owner_runs, "alice", ASKING, app)
+            assert "'address': '127.0.0.1'" in yes
+            sockets = there.run("find", "/srv/whole/node/workers", "-name", "terminal.sock").split()
+            assert len(sockets) == 1
+            assert "Permission denied" in there.run("ls", sockets[0], user="bob", check=False)
+            terminal = there.run("sh", "-c", "readlink /proc/$(pgrep -u alice -f 'sleep 0.2' | head -1)/fd/0").strip()
+            assert "Permission denied" in there.run("sh", "-c", f"echo stolen > {terminal}", user="bob", check=False)
+            await asyncio.to_thread(there.as_owner, "alice", "cancel", app)
+            await asyncio.to_thread(shell.read_until, r"alice-[a-z]+\d+ cancelled")
+        finally:
+            shell.close()

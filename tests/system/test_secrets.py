@@ -6,7 +6,9 @@ import hashlib
 import os
 import sys
 from collections.abc import AsyncIterator, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -115,6 +117,16 @@ def holding(word: str, *folders: Path) -> set[str]:
     return found
 
 
+def telling(word: str, file: Literal["cmdline", "environ"]) -> set[int]:
+    """The processes of this host whose command lines or variables hold `word`."""
+    found = set()
+    for path in Path("/proc").glob(f"[0-9]*/{file}"):
+        with suppress(OSError):  # it has ended
+            if word.encode() in path.read_bytes():
+                found.add(int(path.parent.name))
+    return found
+
+
 def open_to_others(folder: Path) -> list[str]:
     """The files and folders of a site's state that others than its user may look into, sockets aside."""
     paths = [folder, *folder.rglob("*")]
@@ -132,6 +144,7 @@ def test_the_value_of_a_secret_is_in_no_file_of_a_site(broker: PrivateRabbitMQ, 
     program = f"""
 import hashlib, os, pathlib, time
 value = os.environ["API_KEY"]
+pathlib.Path({str(home / "pid")!r}).write_text(str(os.getpid()))
 pathlib.Path({str(told)!r}).write_text(hashlib.sha256(value.encode()).hexdigest())
 while not os.path.exists({str(home / "gate")!r}):
     time.sleep(0.05)
@@ -147,6 +160,7 @@ while not os.path.exists({str(home / "gate")!r}):
         app = client.submit(spec)
         until(lambda: told.exists() and len(told.read_text()) == 64, "the task runs")
         while_running = holding(VALUE, site, broker.folder)
+        listed, known = telling(VALUE, "cmdline"), telling(VALUE, "environ")
         plain, of_broker = (holding("correct-horse-battery", folder) for folder in (site, broker.folder))
         states = [site / "arbiter", site / "node-n1", site / "node-n2", site / "app"]
         opened = [path for folder in states for path in open_to_others(folder)]
@@ -158,4 +172,6 @@ while not os.path.exists({str(home / "gate")!r}):
     assert {"app-me.db-wal", "journal.db-wal", "spec.json"} <= plain, "what is no secret is where it is looked for"
     assert of_broker, "and in the broker's data"
     assert (while_running, afterwards) == (set(), set())
+    assert listed == set()
+    assert known == {int((home / "pid").read_text())}, "the task itself has it, and no other process"
     assert opened == []

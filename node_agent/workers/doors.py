@@ -1,0 +1,323 @@
+"""The way to the terminals of this node's tasks: a port of the node agent's own, with TLS and a token for each visit.
+
+A person's command asks for the way over the bus, and the arbiter passes that on for the owner of the app alone. The
+node agent answers with a token, which is good for one connection within `TOKEN_S`, and with the fingerprint of its
+certificate; both come over the bus, so no authority for certificates is needed. Then the command connects, says
+the token, and what follows is frames (`terminal`), passed on between it and the socket of the terminal as they are.
+
+Typed and shown bytes do not go over the bus (decisions/0006). TCP says by itself when the other side is slow, and here
+nothing is read that could not be passed on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import socket
+import ssl
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from hashlib import sha256
+from ipaddress import ip_address
+from pathlib import Path
+
+import structlog
+from msgspec import Struct
+
+from node_agent.workers.terminal import READ_BYTES, FrameError, frame, frames, keep_watch
+from protocol.messages import TaskId, TerminalDoor
+
+log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
+
+#: From the answer to the connection.
+TOKEN_S = 30.0
+TOKENS_MAX = 256
+#: For a connection to say its token; TLS comes first.
+GREETING_S = 10.0
+CONNECTIONS_MAX = 256
+#: For the last words of a connection to arrive.
+FAREWELL_S = 5.0
+#: For a supervisor to answer a question.
+ANSWER_S = 5.0
+#: The certificate is known by its fingerprint, so its end matters to no one.
+CERTIFICATE_DAYS = 36_500
+SOCKET_NAME = "terminal.sock"
+
+
+class DoorError(Exception):
+    """There can be no way to terminals as configured; the message names the mend."""
+
+
+class _Token(Struct, frozen=True):
+    """The task that a token opens, until a time of the monotonic clock."""
+
+    task: TaskId
+    until: float
+
+
+# --- the socket of a terminal -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _within(folder: Path) -> Iterator[str]:
+    """Yield a name of the socket in a folder that is short enough for the kernel, whatever the folder's is."""
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{fd}/{SOCKET_NAME}"
+    finally:
+        os.close(fd)
+
+
+def listen(folder: Path) -> int:
+    """Return a descriptor of a new listening socket in the record of a task, for its supervisor."""
+    with _within(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(path)  # in a folder that no other user may pass through
+        listener.listen()
+        return listener.detach()
+
+
+def quiet_s(folder: Path) -> float | None:
+    """Return for how long nothing was typed or shown in the terminal of a task; None if it does not say. Waits."""
+    try:
+        with _connected(folder) as terminal:
+            terminal.sendall(frame(b"q"))
+            data = b""
+            while more := terminal.recv(64):
+                data += more
+                for kind, content in frames(data)[0]:
+                    if kind == b"i":
+                        return float(content)
+    except (OSError, ValueError, FrameError):
+        pass  # it is at its end
+    return None
+
+
+def warn(folder: Path, sentence: str) -> None:
+    """Show a sentence in the terminal of a task. Waits."""
+    with suppress(OSError), _connected(folder) as terminal:
+        terminal.sendall(frame(b"n", sentence.encode()))
+
+
+@contextmanager
+def _connected(folder: Path) -> Iterator[socket.socket]:
+    with _within(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as terminal:
+        terminal.settimeout(ANSWER_S)
+        terminal.connect(path)
+        yield terminal
+
+
+# --- the port ---------------------------------------------------------------------------------------------------------
+
+
+class Doors:
+    """The port at which persons come to terminals.
+
+    Parameters
+    ----------
+    listen_at
+        ``HOST:PORT``; port 0: any that is free. Empty: there is none.
+    address
+        The name or address by which others reach this host.
+    state_dir
+        Where the certificate is kept.
+    tasks
+        The group in which connections are served.
+    folder_of
+        Returns the record of a task that has a terminal; None if there is no such task.
+    """
+
+    def __init__(
+        self,
+        listen_at: str,
+        address: str,
+        state_dir: Path,
+        tasks: asyncio.TaskGroup,
+        folder_of: Callable[[TaskId], Path | None],
+    ) -> None:
+        self._listen_at, self._address, self._state_dir = listen_at, address, state_dir
+        self._tasks, self._folder_of = tasks, folder_of
+        self._tokens: dict[bytes, _Token] = {}
+        self._visits: set[asyncio.Task[None]] = set()
+        self._server: asyncio.Server | None = None
+        self._fingerprint = ""
+        self._port = 0
+
+    async def open(self) -> None:
+        """Listen.
+
+        Raises
+        ------
+        DoorError
+            If that cannot be.
+        """
+        if not self._listen_at:
+            return
+        host, _, port = self._listen_at.rpartition(":")
+        host = host.strip("[]")
+        context = None
+        if not _is_loopback(host):
+            context, self._fingerprint = certified(self._state_dir)
+        else:
+            self._address = host
+        try:
+            self._server = await asyncio.start_server(
+                self._accept, host, int(port), ssl=context, ssl_handshake_timeout=GREETING_S if context else None
+            )
+        except OSError as error:
+            raise DoorError(
+                f"terminals {self._listen_at} cannot be listened at ({error.strerror}); name another port"
+            ) from error
+        self._port = self._server.sockets[0].getsockname()[1]
+        log.info("terminals.listening", host=host, port=self._port, tls=context is not None)
+
+    def close(self) -> None:
+        """Listen no more, and hang up; the terminals go on."""
+        if self._server is not None:
+            self._server.close()
+        for visit in self._visits:
+            visit.cancel()
+
+    def open_to(self, query_id: str, task: TaskId, node: str) -> TerminalDoor:
+        """Return the way to the terminal of a task, for one person once."""
+        if self._server is None:
+            why = f"node {node} lets no person to terminals; an administrator sets `terminals` in its node.toml"
+            return TerminalDoor(query_id, task, error=why)
+        if self._folder_of(task) is None:
+            why = f"{task} does not run on node {node}, or has no terminal; `gpu-arbiter run --pty` starts one that has"
+            return TerminalDoor(query_id, task, error=why)
+        now = time.monotonic()
+        self._tokens = {token: known for token, known in self._tokens.items() if known.until > now}
+        if len(self._tokens) >= TOKENS_MAX:
+            return TerminalDoor(query_id, task, error=f"too many persons ask for terminals of node {node}; try again")
+        token = secrets.token_hex(24)
+        self._tokens[sha256(token.encode()).digest()] = _Token(task, now + TOKEN_S)
+        return TerminalDoor(query_id, task, self._address, self._port, token, self._fingerprint)
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if len(self._visits) >= CONNECTIONS_MAX:
+            writer.transport.abort()
+            return
+        visit = self._tasks.create_task(self._receive(reader, writer), name="visit at a terminal")
+        self._visits.add(visit)
+        visit.add_done_callback(self._visits.discard)
+        visit.add_done_callback(lambda _: writer.transport.abort())
+
+    async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Let a person with a token to a terminal, and see to the visit."""
+        with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
+            keep_watch(writer.get_extra_info("socket"))
+            async with asyncio.timeout(GREETING_S):
+                said = await reader.readuntil(b"\n")
+            known = self._tokens.pop(sha256(said.strip()).digest(), None)
+            folder = self._folder_of(known.task) if known is not None and known.until > time.monotonic() else None
+            if known is None or folder is None:
+                log.warning("terminal.refused", peer=writer.get_extra_info("peername"))
+                return
+            log.info("terminal.attached", task=known.task)
+            with _within(folder) as path:
+                from_task, to_task = await asyncio.open_unix_connection(path)
+            await _relay(reader, writer, from_task, to_task)
+            log.info("terminal.detached", task=known.task)
+
+
+async def _relay(
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    from_task: asyncio.StreamReader,
+    to_task: asyncio.StreamWriter,
+) -> None:
+    """Pass frames on both ways until the person leaves, or the terminal ends or is another connection's."""
+    try:
+        async with asyncio.TaskGroup() as pumps:
+            typing = pumps.create_task(_pass_typed(reader, to_task))
+            await _pass_on(from_task, writer)
+            typing.cancel()
+        writer.close()
+        async with asyncio.timeout(FAREWELL_S):
+            await writer.wait_closed()
+    except* OSError:
+        pass  # one of the two is gone
+    finally:
+        to_task.transport.abort()
+
+
+async def _pass_typed(reader: asyncio.StreamReader, to_task: asyncio.StreamWriter) -> None:
+    await _pass_on(reader, to_task)
+    to_task.write_eof()  # the person has left
+
+
+async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Pass bytes on until there are no more; nothing is read that the other side has no room for."""
+    while data := await reader.read(READ_BYTES):
+        writer.write(data)
+        await writer.drain()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+# --- the certificate --------------------------------------------------------------------------------------------------
+
+
+def certified(state_dir: Path) -> tuple[ssl.SSLContext, str]:
+    """Return TLS with this node's certificate, which is made if there is none, and the certificate's fingerprint.
+
+    Raises
+    ------
+    DoorError
+        If it cannot be made or read.
+    """
+    path = state_dir / "terminals.pem"
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.num_tickets = 0  # each connection has a token of its own, and no other resumes it
+    try:
+        if not path.exists():
+            _make_certificate(path)
+        context.load_cert_chain(path)
+        text = path.read_text()
+        certificate = ssl.PEM_cert_to_DER_cert(text[text.index("-----BEGIN CERTIFICATE") :])
+    except (OSError, ValueError) as error:
+        raise DoorError(f"the certificate {path} cannot be used ({error}); move it away, and one is made") from error
+    return context, sha256(certificate).hexdigest()
+
+
+def _make_certificate(path: Path) -> None:
+    """Write a key and a certificate for it, signed by itself, for this user only."""
+    try:
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes
+        from cryptography.hazmat.primitives import serialization as form
+        from cryptography.hazmat.primitives.asymmetric.ec import SECP256R1, generate_private_key
+    except ImportError:
+        raise DoorError(
+            "terminals for other hosts need the package cryptography; install gpu-arbiter[users], or set `terminals` "
+            "to 127.0.0.1:0 for this host alone"
+        ) from None
+    from datetime import UTC, datetime, timedelta
+
+    key = generate_private_key(SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gpu-arbiter terminals")])
+    now = datetime.now(UTC)
+    certificate = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=CERTIFICATE_DAYS))
+        .sign(key, hashes.SHA256())
+    )
+    private = key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
+    beside = path.with_name(path.name + ".tmp")
+    fd = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(private + certificate.public_bytes(form.Encoding.PEM))
+    beside.replace(path)

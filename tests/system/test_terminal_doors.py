@@ -1,0 +1,244 @@
+"""The way to terminals, with a whole node agent and real processes: who is let in, and what outlives what."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from msgspec.structs import asdict, replace
+
+from launch import terminals
+from launch.faults import Fault
+from node_agent.workers import doors
+from node_agent.workers.terminal import FRAME_BYTES_MAX, READ_BYTES, FrameError, frame, frames, window
+from protocol.messages import TaskOrder, Terminal, TerminalDoor
+from tests.support.node_site import Site, node_site, task_order
+from tests.support.patience import PATIENCE_S
+
+TASK = "ana-x1.0-a0"
+LOOPBACK = {"terminals": "127.0.0.1:0", "address": "127.0.0.1"}
+#: Answers each line, and says when it hears that its terminal is gone.
+PROGRAM = "trap 'echo hung up; exit 3' HUP; echo begun; while read -r line; do echo \"heard $line\"; done"
+
+
+def shell(folder: Path, program: str = PROGRAM) -> TaskOrder:
+    order = task_order(folder, TASK, "/bin/bash", "-c", program)
+    assert order.launch is not None
+    return replace(order, launch=replace(order.launch, terminal=Terminal()))
+
+
+#: Of this test's visits.
+CONNECTIONS: list[socket.socket] = []
+
+
+@pytest.fixture(autouse=True)
+def hang_up() -> Iterator[None]:
+    yield
+    while CONNECTIONS:
+        CONNECTIONS.pop().close()
+
+
+class Visit:
+    """A person's connection; its methods wait in threads."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        CONNECTIONS.append(connection)
+        connection.settimeout(PATIENCE_S)
+        self.connection = connection
+        self.shown, self.kinds, self._rest = b"", b"", b""
+
+    async def send(self, data: bytes) -> None:
+        await asyncio.to_thread(self.connection.sendall, data)
+
+    async def sees(self, text: str) -> None:
+        while text.encode() not in self.shown:
+            assert await self._read(), f"the connection ended, and shown was {self.shown!r}"
+
+    async def ends(self) -> bytes:
+        """The kinds of all frames, once the other side has hung up."""
+        while await self._read():
+            pass
+        return self.kinds
+
+    async def _read(self) -> bool:
+        try:
+            data = await asyncio.to_thread(self.connection.recv, READ_BYTES)
+        except ConnectionError:
+            return False
+        found, self._rest = frames(self._rest + data)
+        for kind, content in found:
+            self.kinds += kind
+            self.shown += content if kind == b"d" else b""
+        return bool(data)
+
+
+async def visit(door: TerminalDoor) -> Visit:
+    made = Visit(await asyncio.to_thread(terminals.connected, asdict(door)))
+    await made.send(window(30, 100))
+    return made
+
+
+async def begun(site: Site, order: TaskOrder) -> TerminalDoor:
+    await site.plan(order)
+    await site.phase(TASK, "running")
+    door = await site.door(TASK)
+    assert not door.error
+    return door
+
+
+async def test_a_token_opens_one_terminal_once_and_what_is_typed_and_shown_travels(tmp_path: Path) -> None:
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        door = await begun(site, shell(tmp_path))
+        person = await visit(door)
+        await person.sees("begun")
+        await person.send(frame(b"d", b"hello\r"))
+        await person.sees("heard hello")
+        again = await visit(door)
+        assert await again.ends() == b""
+        await site.plan(replace(shell(tmp_path), want="vacate"))
+        await person.sees("hung up")
+        assert (await person.ends())[-1:] == b"e"
+        log = await site.log(TASK)
+        assert b"heard hello" in log.data, "what is shown is in the log, too"
+
+
+@pytest.mark.parametrize("said", [b"0f" * 24 + b"\n", b"\n", b"x" * 2**17, b"\xff\xfe\n"])
+async def test_a_stranger_without_a_token_is_shown_nothing(tmp_path: Path, said: bytes) -> None:
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        door = await begun(site, shell(tmp_path))
+        connection = socket.create_connection((door.address, door.port))
+        stranger = Visit(connection)
+        with suppress(ConnectionError):
+            await stranger.send(said + window(30, 100))
+        assert await stranger.ends() == b""
+
+
+async def test_a_token_is_good_for_a_short_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doors, "TOKEN_S", -1.0)
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        person = await visit(await begun(site, shell(tmp_path)))
+        assert await person.ends() == b""
+
+
+async def test_a_newer_visit_takes_the_terminal_and_sees_what_was_shown(tmp_path: Path) -> None:
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        first = await visit(await begun(site, shell(tmp_path)))
+        await first.send(frame(b"d", b"one\r"))
+        await first.sees("heard one")
+        second = await visit(await site.door(TASK))
+        await second.sees("heard one")
+        assert (await first.ends())[-1:] == b"t"
+        await second.send(frame(b"d", b"two\r"))
+        await second.sees("heard two")
+
+
+async def test_to_other_hosts_terminals_have_tls_and_a_certificate_that_the_visitor_knows(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography")
+    async with node_site(tmp_path, terminals="0.0.0.0:0", address="127.0.0.1") as site:
+        door = await begun(site, shell(tmp_path))
+        assert door.fingerprint
+        assert (tmp_path / "state/terminals.pem").stat().st_mode & 0o777 == 0o600
+        with pytest.raises(Fault, match="another host than the node"):
+            await visit(replace(door, fingerprint="00" * 32))
+        person = await visit(door)
+        await person.sees("begun")
+        plain = Visit(socket.create_connection((door.address, door.port)))
+        await plain.send(b"hello\n")
+        assert await plain.ends() == b""
+    assert doors.certified(tmp_path / "state")[1] == door.fingerprint, "the next node agent has it, too"
+
+
+async def test_a_terminal_outlives_the_node_agent(tmp_path: Path) -> None:
+    order = shell(tmp_path)
+    async with node_site(tmp_path, end_workers=False, **LOOPBACK) as site:
+        person = await visit(await begun(site, order))
+        await person.send(frame(b"d", b"before\r"))
+        await person.sees("heard before")
+    assert b"e" not in await person.ends()
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        site.epoch = 2
+        person = await visit(await begun(site, order))
+        await person.sees("heard before")
+        await person.send(frame(b"d", b"after\r"))
+        await person.sees("heard after")
+
+
+async def test_a_visitor_who_reads_nothing_holds_the_program_back_and_one_who_leaves_lets_it_go_on(
+    tmp_path: Path,
+) -> None:
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        person = await visit(await begun(site, shell(tmp_path, "yes")))
+        log = tmp_path / f"state/logs/{TASK}.log"
+
+        async def settles() -> int:
+            """The size of the log, once it grows no more."""
+            by, size = time.monotonic() + PATIENCE_S, -1
+            while size != (size := log.stat().st_size):
+                assert time.monotonic() < by, "it still grows"
+                await asyncio.sleep(1.0)
+            return size
+
+        held = await settles()
+        person.connection.close()
+        by = time.monotonic() + PATIENCE_S
+        while log.stat().st_size <= held + 2**20:
+            assert time.monotonic() < by, "it does not go on"
+            await asyncio.sleep(0.1)
+
+
+async def test_a_node_that_lets_no_one_to_terminals_and_a_task_without_one_say_so(tmp_path: Path) -> None:
+    async with node_site(tmp_path) as site:
+        await site.plan(shell(tmp_path))
+        await site.phase(TASK, "running")
+        assert "an administrator sets `terminals`" in (await site.door(TASK)).error
+    async with node_site(tmp_path / "other", **LOOPBACK) as site:
+        (tmp_path / "other").mkdir(exist_ok=True)
+        await site.plan(task_order(tmp_path, TASK, "/bin/sleep", "1000"))
+        await site.phase(TASK, "running")
+        assert "has no terminal" in (await site.door(TASK)).error
+        assert "does not run on node n1" in (await site.door("ana-x1.0-a7")).error
+
+
+def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
+    data = frame(b"d", b"one") + frame(b"e") + frame(b"d", b"two")
+    for cut in range(len(data) + 1):
+        first, rest = frames(data[:cut])
+        second, rest = frames(rest + data[cut:])
+        assert first + second == [(b"d", b"one"), (b"e", b""), (b"d", b"two")]
+        assert rest == b""
+    with pytest.raises(FrameError):
+        frames(b"d" + (FRAME_BYTES_MAX + 1).to_bytes(4, "big"))
+
+
+@pytest.mark.parametrize(
+    ("typed", "passed", "leaves"),
+    [
+        (b"~.", b"", True),
+        (b"ls\r~.", b"ls\r", True),
+        (b"a~.", b"a~.", False),
+        (b"\r~~.", b"\r~.", False),
+        (b"~x", b"~x", False),
+        (b"~?ls", b"ls", False),
+        (b"\n~.rm", b"\n", True),
+    ],
+)
+def test_the_words_for_leaving_are_heard_after_a_new_line_only(typed: bytes, passed: bytes, leaves: bool) -> None:
+    keys = terminals.Keys()
+    assert b"".join(keys.feed(bytes((byte,))) for byte in typed)[: len(passed)] == passed
+    assert keys.leaves is leaves
+    whole = terminals.Keys()
+    assert whole.feed(typed) == passed
+    assert whole.leaves is leaves
+
+
+def test_the_modes_that_a_program_left_are_undone() -> None:
+    modes = terminals.Modes()
+    modes.see(b"\x1b[?1049h\x1b[?2004h\x1b[?25l\x1b[?1000;1006h")
+    modes.see(b"\x1b[?20")
+    modes.see(b"04l")
+    assert modes.undoing() == b"\x1b[?1049l\x1b[?25h\x1b[?1000l\x1b[?1006l\x1b[0m"
