@@ -19,7 +19,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker browser demo test plain pure system clock alone format lint types contracts check worlds sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker browser demo lab test plain pure system clock alone format lint types contracts check worlds sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -175,6 +175,9 @@ wheels: $(READY) ## both wheels, gpu-arbiter and gpu-arbiter-session, in dist/
 
 deb: $(READY) ## a Debian package for the Python of this host, in dist/: program, units, accounts
 	$(BIN)/python packaging/deb/build.py
+
+lab: $(READY) broker ## a site on seven hosts, which are network namespaces; prints how to use it, and how to cut its cables (root)
+	$(BIN)/python -m tests.lab
 
 clean: ## remove everything that was made
 	rm -rf $(VENV) build packaging/session/build dist out *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

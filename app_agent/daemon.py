@@ -7,6 +7,7 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import closing
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -113,7 +114,8 @@ async def _run(
 
 def open_journal(config: AppConfig) -> SqliteJournal[Event]:
     """Return the journal of an owner's apps; raises `ConfigError` or `JournalError`."""
-    return SqliteJournal.of(state_folder(Path(config.state_dir)) / f"app-{config.owner}.db", Event)
+    path = state_folder(Path(config.state_dir)) / f"app-{config.owner}.db"
+    return SqliteJournal.of(path, Event, program=version("gpu-arbiter"))
 
 
 def restored(journal: SqliteJournal[Event], config: AppConfig) -> tuple[AppHost, Clock]:

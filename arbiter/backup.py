@@ -30,9 +30,9 @@ from arbiter.core.arbiter import Arbiter, Event
 from arbiter.ledger import TIMES, Ledger, columns_of_tables
 from arbiter.tables import Row
 from protocol import previous_version
-from protocol.journal import JournalError, checked, checksum, compare, digest
+from protocol.journal import JournalError, checked, checksum, compare, digest, numbers
 from protocol.journal.database import Postgres, as_taken
-from protocol.journal.postgres import PostgresJournal, numbers
+from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal, hold
 from protocol.private import private_file, state_folder
 

@@ -483,7 +483,7 @@ async def _open_store(config: ArbiterConfig) -> AsyncIterator[tuple[Journal[Even
         with closing(shared):
             yield shared, Ledger(shared)
         return
-    own: SqliteJournal[Event] = SqliteJournal.of(folder / JOURNAL, Event)
+    own: SqliteJournal[Event] = SqliteJournal.of(folder / JOURNAL, Event, program=version("gpu-arbiter"))
     with closing(own), closing(Ledger(folder / LEDGER)) as ledger:
         yield own, ledger
 

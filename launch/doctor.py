@@ -9,14 +9,16 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
+from urllib.parse import parse_qsl, urlsplit
 
 from launch import gpu_checks
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
-from launch.gpu_checks import Check
+from launch.gpu_checks import Check, CheckVerdict
 from node_agent import health_files
 from node_agent.core.events import HealthLedger
 from node_agent.workers import containment
@@ -44,6 +46,8 @@ MENDS = {
 JOURNAL = Path("/var/lib/gpu-arbiter/journal.db")
 #: An arbiter with nodes or apps writes events in each beat. One that has written none for so long decides nothing.
 SILENT_S = 60.0
+#: A certificate that expires sooner than that is worth a remark.
+EXPIRES_SOON_DAYS = 30.0
 
 
 def checks(bus: str = "", journal: Path | str | None = None) -> Iterator[Check]:
@@ -63,6 +67,7 @@ def checks(bus: str = "", journal: Path | str | None = None) -> Iterator[Check]:
     yield _containment()
     yield from _nodes_here(_state_folders())
     if bus:
+        yield from _certificates(bus)
         yield _broker(bus)
     if journal is not None or os.access(JOURNAL, os.R_OK):
         yield _store(JOURNAL if journal is None else journal)
@@ -120,6 +125,32 @@ def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
             yield Check("quarantine", "note", why, mend)
         for why in (read_json(folder / MPS_STANDING, MpsStanding) or MpsStanding()).troubles.values():
             yield Check("MPS", "note", why, "see docs/sharing.md, MPS")
+
+
+def _certificates(url: str) -> Iterator[Check]:
+    """Tell the days to expiry of each certificate that the address of a broker names."""
+    named = dict(parse_qsl(urlsplit(url).query))
+    for path in (Path(named[name]) for name in ("cafile", "certfile") if name in named):
+        name, mend = f"certificate {path}", "renew it, and restart what uses it; a broker and its clients refuse others"
+        try:
+            days = (_expiry(path.read_bytes()) - datetime.now(UTC)).total_seconds() / 86_400.0
+        except ImportError:
+            yield Check(name, "note", "cannot be read", "pip install 'gpu-arbiter[users]'")
+        except (OSError, ValueError) as error:
+            yield Check(name, "fail", f"cannot be read: {error}", "name a file in PEM that this user may read")
+        else:
+            verdict: CheckVerdict = "fail" if days <= 0 else "note" if days < EXPIRES_SOON_DAYS else "ok"
+            yield Check(
+                name, verdict, f"expired {-days:.0f} days ago" if days <= 0 else f"expires in {days:.0f} days", mend
+            )
+
+
+def _expiry(pem: bytes) -> datetime:
+    """Return when the first of some certificates expires; raises ValueError if there is none."""
+    from cryptography import x509
+
+    ends: list[datetime] = [each.not_valid_after_utc for each in x509.load_pem_x509_certificates(pem)]
+    return min(ends)
 
 
 def _broker(url: str) -> Check:

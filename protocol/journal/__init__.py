@@ -164,6 +164,11 @@ class Journal(Protocol[EventT]):
         ...
 
 
+def numbers(program: str) -> tuple[int, ...]:
+    """Return a version as numbers that can be compared: (0, 10, 2) for ``0.10.2``, () for none."""
+    return tuple(int(part) for part in program.split(".") if part.isdecimal())
+
+
 def checksum(seq: int, now: float, blob: bytes) -> int:
     """Return the checksum of a row."""
     return zlib.crc32(blob, zlib.crc32(f"{seq} {now!r} ".encode()))

@@ -35,6 +35,7 @@ from protocol.journal import (
     checked,
     checksum,
     compare,
+    numbers,
 )
 from protocol.journal.database import LIMIT_S, READING_LIMIT_S, Postgres, Row, Statement
 
@@ -451,8 +452,3 @@ class PostgresJournal(Generic[EventT]):
         ends = [self._database.one(newest.format(table))[1] for table in ("events", "snapshots")]
         found = sorted(rows[0] for rows in ends if rows)
         return (*(found[-1] if found else (0, 0.0)), ends[1][0][0] if ends[1] else 0)
-
-
-def numbers(program: str) -> tuple[int, ...]:
-    """Return a version as numbers that can be compared: (0, 10, 2) for ``0.10.2``, () for none."""
-    return tuple(int(part) for part in program.split(".") if part.isdecimal())

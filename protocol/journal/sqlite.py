@@ -34,6 +34,7 @@ from protocol.journal import (
     checksum,
     compare,
     digest,
+    numbers,
 )
 from protocol.private import private_file
 
@@ -61,11 +62,13 @@ class SqliteJournal(Generic[EventT]):
         An event's bytes and back.
     snapshots_kept
         How many snapshots to keep, and the events since the oldest of them, for looking back at an incident.
+    program
+        The version of this program, as `version` prints it; empty: any may write here.
 
     Raises
     ------
     JournalError
-        If the file is damaged, foreign, of a newer version, or open in another process.
+        If the file is damaged, foreign, written by a newer version, or open in another process.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class SqliteJournal(Generic[EventT]):
         decode: Decode[EventT],
         *,
         snapshots_kept: int = 2,
+        program: str = "",
     ) -> None:
         assert snapshots_kept >= 1, "without a snapshot the events before it cannot be pruned"
         self.path = Path(path)
@@ -87,18 +91,22 @@ class SqliteJournal(Generic[EventT]):
         try:
             self._database = self._open()
             self._files = FilesInUse(self.path)
+            self._admit(program)
             self.last_seq, self.last_now = self._last()
             self._snapshot_seq = self._newest_snapshot()
         except BaseException:
+            if hasattr(self, "_database"):
+                self._database.close()
             os.close(self._lock)
             raise
 
     @classmethod
-    def of(cls, path: Path | str, union: Any, *, snapshots_kept: int = 2) -> Self:
+    def of(cls, path: Path | str, union: Any, *, snapshots_kept: int = 2, program: str = "") -> Self:
         """Open a journal of the tagged Structs in `union`, as MessagePack."""
         encoder = msgspec.msgpack.Encoder()
         decoder = msgspec.msgpack.Decoder(union)
-        return cls(path, encoder.encode, partial(previous_version.decode, kind=decoder), snapshots_kept=snapshots_kept)
+        decode = partial(previous_version.decode, kind=decoder)
+        return cls(path, encoder.encode, decode, snapshots_kept=snapshots_kept, program=program)
 
     @property
     def place(self) -> str:
@@ -275,6 +283,18 @@ class SqliteJournal(Generic[EventT]):
             database.close()
             raise
         return database
+
+    def _admit(self, program: str) -> None:
+        """Refuse a file that a newer program has written to, and note this one, before it changes anything."""
+        written = self.get("program") or ""
+        if not program or written == program:
+            return
+        if numbers(written) > numbers(program):
+            raise JournalError(
+                f"{self.path}: version {written} of gpu-arbiter has written it, newer than {program} here; install "
+                f"{written} again, or bring a backup from before the upgrade back"
+            )
+        self.set("program", program)
 
     def _prepare(self, database: sqlite3.Connection) -> None:
         self._check_identity(database)

@@ -28,9 +28,9 @@ from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
-from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
+from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
-from protocol.journal.postgres import PostgresJournal, numbers
+from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, EventFilter, GpuId, LeaseId, NodeId, TaskId, TenantId
 from tests.support.postgres import PrivatePostgres

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import msgspec
 import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.hashes import SHA256
+from cryptography.hazmat.primitives.serialization import Encoding
 
 from app_agent import control_server
 from app_agent.config import AppConfig
@@ -33,6 +38,33 @@ def test_it_says_what_is_contained_and_how_a_quarantine_is_lifted(tmp_path: Path
     assert contained.found == "cgroup; open: device files are not closed"
     assert barred.found.startswith("quarantined: jobs of a-1 and b-1")
     assert barred.mend == f"to use it again: echo GPU-7 > {tmp_path}/unquarantine"
+
+
+def a_certificate(path: Path, *, days: float) -> Path:
+    """A certificate, signed by itself, that is valid for so many days from now on."""
+    now, name, key = datetime.now(UTC), x509.Name([]), ec.generate_private_key(ec.SECP256R1())
+    builder = x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key())
+    builder = builder.serial_number(1).not_valid_before(now - timedelta(days=99))
+    made = builder.not_valid_after(now + timedelta(days=days, hours=1)).sign(key, SHA256())
+    path.write_bytes(made.public_bytes(Encoding.PEM))
+    return path
+
+
+def test_it_tells_the_days_until_the_certificates_of_a_broker_expire(tmp_path: Path) -> None:
+    def found(ca: Path, own: Path) -> list[tuple[str, str]]:
+        url = f"amqps://broker:5671/gpu?cafile={ca}&certfile={own}&keyfile=/none"
+        return [(check.verdict, check.found) for check in doctor._certificates(url)]
+
+    ca, own = a_certificate(tmp_path / "ca.pem", days=400), a_certificate(tmp_path / "own.pem", days=12)
+    assert found(ca, own) == [("ok", "expires in 400 days"), ("note", "expires in 12 days")]
+    a_certificate(own, days=-3)
+    assert found(ca, own)[1] == ("fail", "expired 3 days ago")
+    own.write_text("no certificate")
+    verdict, words = found(ca, own)[1]
+    assert (verdict, words.startswith("cannot be read: ")) == ("fail", True)
+    own.write_bytes(ca.read_bytes() + a_certificate(tmp_path / "next.pem", days=12).read_bytes())
+    assert found(ca, own)[1] == ("note", "expires in 12 days"), "the first of several counts"
+    assert list(doctor._certificates("amqp://arbiter:secret@broker/gpu")) == []
 
 
 def test_a_folder_without_a_node_agent_says_nothing(tmp_path: Path) -> None:

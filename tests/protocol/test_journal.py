@@ -239,3 +239,15 @@ def test_a_closed_journal_says_so_in_its_own_words(journal: SqliteJournal[Event]
     journal.close()
     with pytest.raises(JournalError, match="check the disk"):
         journal.append(1.0, Came("a"))
+
+
+def test_a_program_that_is_older_than_the_last_one_there_is_refused_with_one_sentence(path: Path) -> None:
+    for program in ("0.9.3", "0.10.0"):
+        with SqliteJournal[Event].of(path, Event, program=program) as journal:
+            journal.append(1.0, Came(program))
+    before = path.read_bytes()
+    with pytest.raises(JournalError, match=r"version 0\.10\.0 of gpu-arbiter has written it, newer than 0\.9\.3 here"):
+        SqliteJournal[Event].of(path, Event, program="0.9.3")
+    assert path.read_bytes() == before
+    with SqliteJournal[Event].of(path, Event, program="0.10.0") as journal:
+        assert len(list(journal.load().events)) == 2

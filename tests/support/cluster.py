@@ -46,6 +46,8 @@ class DaemonProcess:
 
     def __init__(self, verb: str, config: Struct, folder: Path, name: str) -> None:
         self.log = folder / f"{name}.jsonl"
+        self.environment: Mapping[str, str] = {}  #: beside that of this process
+        self.within: Sequence[str] = ()  #: the command that enters its host
         self._name = name
         self._process: subprocess.Popen[bytes] | None = None
         path = folder / f"{name}.toml"
@@ -54,7 +56,13 @@ class DaemonProcess:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+            self._process = subprocess.Popen(
+                [*self.within, *self._command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.environment},
+            )
 
     @property
     def pid(self) -> int:

@@ -46,10 +46,12 @@ def _as_another_user() -> Sequence[str]:
 class PrivatePostgres:
     """One server. `url(database)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
 
-    `fsync`: whether a commit waits for the disk, as in earnest; a test that measures nothing need not wait.
+    `fsync`: whether a commit waits for the disk, as in earnest; a test that measures nothing need not wait. It listens
+    at `address`, of the host that the command `within` enters, and for this host on a Unix socket.
     """
 
-    def __init__(self, *, fsync: bool = False) -> None:
+    def __init__(self, *, fsync: bool = False, address: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
+        self._address, self._within = address, within
         self.folder = Path(tempfile.mkdtemp(prefix="ga-postgres-"))
         self.port = free_port()
         self._fsync = fsync
@@ -59,10 +61,17 @@ class PrivatePostgres:
             os.chown(self.folder, pwd.getpwnam("nobody").pw_uid, -1)
         where = ("-D", str(self.folder / "data"), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
         subprocess.run([*user, str(PROGRAMS / "initdb"), *where], check=True, capture_output=True, cwd=self.folder)
+        if address != "127.0.0.1":
+            with (self.folder / "data" / "pg_hba.conf").open("a") as access:
+                access.write(f"host all all {address}/24 trust\n")
 
     def url(self, database: str, *, user: str = USER, port: int | None = None) -> str:
         """Return the address of a database."""
-        return f"postgresql://{user}@127.0.0.1:{port or self.port}/{database}"
+        return f"postgresql://{user}@{self._address}:{port or self.port}/{database}"
+
+    def url_here(self, database: str) -> str:
+        """Return the address of a database for processes of this very host, wherever the server is."""
+        return f"postgresql://{USER}@/{database}?host={self.folder}&port={self.port}"
 
     def database(self) -> str:
         """Make a new database; return its address."""
@@ -74,19 +83,19 @@ class PrivatePostgres:
         """Do one statement; return the rows."""
         import psycopg
 
-        with psycopg.connect(self.url(database), autocommit=True) as connection:
+        with psycopg.connect(self.url_here(database), autocommit=True) as connection:
             done = connection.execute(statement.encode())
             return done.fetchall() if done.description else []
 
     def start(self) -> None:
         """Start on what data there is, and return when connections are taken."""
-        flags = [f"fsync={'on' if self._fsync else 'off'}", "listen_addresses=127.0.0.1", "max_connections=40"]
+        flags = [f"fsync={'on' if self._fsync else 'off'}", f"listen_addresses={self._address}", "max_connections=40"]
         flags += [f"unix_socket_directories={self.folder}", "shared_buffers=32MB", "autovacuum=off", "jit=off"]
         settings = [word for flag in flags for word in ("-c", flag)]
         where = ("-D", str(self.folder / "data"), "-p", str(self.port))
         with (self.folder / "output").open("ab") as output:
             self._process = subprocess.Popen(
-                [*_as_another_user(), str(PROGRAMS / "postgres"), *where, *settings],
+                [*self._within, *_as_another_user(), str(PROGRAMS / "postgres"), *where, *settings],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -155,5 +164,5 @@ class PrivatePostgres:
                 continue
 
     def _answers(self) -> bool:
-        ready = [str(PROGRAMS / "pg_isready"), "-q", "-h", "127.0.0.1", "-p", str(self.port)]
+        ready = [str(PROGRAMS / "pg_isready"), "-q", "-h", str(self.folder), "-p", str(self.port)]
         return subprocess.run(ready, check=False).returncode == 0

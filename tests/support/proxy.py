@@ -1,10 +1,15 @@
-"""A TCP proxy that one connection goes through, so that a test can cut or stall it."""
+"""A TCP proxy that connections go through, so that a test can cut or stall them."""
 
 from __future__ import annotations
 
 import asyncio
 import socket
 import struct
+import threading
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
+
+from tests.support.patience import PATIENCE_S
 
 
 class _Pipe(asyncio.Protocol):
@@ -15,6 +20,7 @@ class _Pipe(asyncio.Protocol):
         self.peer: _Pipe | None = None
         self.transport: asyncio.Transport | None = None
         self.pending: list[bytes] = []
+        self.ended = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -34,7 +40,12 @@ class _Pipe(asyncio.Protocol):
             self.pending.clear()
 
     def connection_lost(self, error: Exception | None) -> None:
-        if self.peer is not None and self.peer.transport is not None:
+        self.ended = True
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """Tell the other side of the end, unless nothing gets through."""
+        if self.ended and not self.proxy.stalled and self.peer is not None and self.peer.transport is not None:
             self.peer.transport.close()
 
     def abort(self) -> None:
@@ -77,6 +88,8 @@ class Proxy:
         self.stalled = False
         for pipe in self.pipes:
             pipe.flush()
+        for pipe in self.pipes:
+            pipe.hang_up()
 
     async def close(self) -> None:
         """Stop listening and cut what is connected."""
@@ -95,3 +108,44 @@ class Proxy:
     async def _join(self, upstream: _Pipe) -> None:
         loop = asyncio.get_running_loop()
         await loop.create_connection(lambda: upstream, "127.0.0.1", self._target_port)
+
+
+class CuttableLink:
+    """A port that leads to the broker, or nowhere while the link is cut."""
+
+    def __init__(self, target_port: int) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._proxy = Proxy(target_port)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
+        self._thread.start()
+        self._do(self._proxy.start())
+
+    @property
+    def port(self) -> int:
+        return self._proxy.port
+
+    def cut(self) -> None:
+        self._loop.call_soon_threadsafe(self._proxy.stall)
+
+    def mend(self) -> None:
+        """Begin anew: what was on the way is lost."""
+        self._loop.call_soon_threadsafe(self._proxy.cut)
+        self._loop.call_soon_threadsafe(self._proxy.flow)
+
+    def close(self) -> None:
+        self._do(self._proxy.close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    def _do(self, what: Coroutine[None, None, None]) -> None:
+        asyncio.run_coroutine_threadsafe(what, self._loop).result(PATIENCE_S)
+
+
+@contextmanager
+def cuttable_link(target_port: int) -> Iterator[CuttableLink]:
+    link = CuttableLink(target_port)
+    try:
+        yield link
+    finally:
+        link.close()

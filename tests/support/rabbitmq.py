@@ -12,9 +12,10 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -25,6 +26,16 @@ from tests.support.patience import PATIENCE_S
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 START_TIMEOUT_S = 60.0
+#: Says the first word of AMQP to an address, where this process cannot reach it.
+_KNOCK = """
+import socket, sys
+try:
+    with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.0) as probe:
+        probe.sendall(b"AMQP\\x00\\x00\\x09\\x01")
+        sys.exit(probe.recv(1) != b"\\x01")
+except OSError:
+    sys.exit(1)
+"""
 PASSWORD = "secret"
 ADMIN = "admin"
 _PR_SET_PDEATHSIG = 1
@@ -84,7 +95,10 @@ def definitions(parties: Iterable[Party], vhosts: Iterable[str], topology: Topol
 
 
 class PrivateRabbitMQ:
-    """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates."""
+    """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
+
+    It listens at `address`, of the host that the command `within` enters; by default of this one.
+    """
 
     def __init__(
         self,
@@ -93,7 +107,10 @@ class PrivateRabbitMQ:
         topology: Topology | None = None,
         *,
         memory_max: str = "1GB",
+        address: str = "127.0.0.1",
+        within: Sequence[str] = (),
     ) -> None:
+        self.address, self._within = address, within
         memory = Path("/dev/shm")  # a disk under load makes quorum queues ten times slower
         self.folder = Path(tempfile.mkdtemp(prefix="ga-rabbit-", dir=memory if os.access(memory, os.W_OK) else None))
         self.port = free_port()
@@ -101,7 +118,7 @@ class PrivateRabbitMQ:
         self._process: subprocess.Popen[bytes] | None = None
         self._write_files(definitions(parties, vhosts, topology or Topology()), memory_max)
         self._epmd = subprocess.Popen(
-            ["epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"],
+            [*within, "epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
@@ -110,13 +127,13 @@ class PrivateRabbitMQ:
     def url(self, user: str = ADMIN, vhost: str = "/", *, port: int | None = None, password: str = PASSWORD) -> str:
         """Return the address for `user`, optionally through a proxy's `port`."""
         path = "%2F" if vhost == "/" else vhost
-        return f"amqp://{user}:{password}@127.0.0.1:{port or self.port}/{path}"
+        return f"amqp://{user}:{password}@{self.address}:{port or self.port}/{path}"
 
     def start(self) -> None:
         """Start on what data there is, and return when connections are taken."""
         with (self.folder / "output").open("ab") as output:
             self._process = subprocess.Popen(
-                [str(SERVER)],
+                [*self._within, str(SERVER)],
                 env=self._environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -147,7 +164,7 @@ class PrivateRabbitMQ:
 
     def control(self, *words: str) -> str:
         """Have `rabbitmqctl` do something; return what it says."""
-        command = [str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
+        command = [*self._within, str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
         done = subprocess.run(
             command, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
@@ -191,7 +208,7 @@ class PrivateRabbitMQ:
         (self.folder / "plugins").write_text("[].\n")
         (self.folder / "definitions.json").write_text(json.dumps(imported))
         lines = [
-            f"listeners.tcp.1 = 127.0.0.1:{self.port}",
+            f"listeners.tcp.1 = {self.address}:{self.port}",
             "loopback_users = none",
             "log.console = false",
             f"vm_memory_high_watermark.absolute = {memory_max}",
@@ -223,6 +240,9 @@ class PrivateRabbitMQ:
         }
 
     def _answers(self) -> bool:
+        if self._within:
+            knock = [*self._within, sys.executable, "-c", _KNOCK, self.address, str(self.port)]
+            return subprocess.run(knock, check=False).returncode == 0
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
                 probe.sendall(b"AMQP\x00\x00\x09\x01")

@@ -5,11 +5,8 @@ The site is that of `test_survival`.
 
 from __future__ import annotations
 
-import asyncio
-import threading
 import time
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -17,8 +14,7 @@ from msgspec.structs import replace
 
 from protocol.messages import Party
 from tests.support.cluster import LEASE_S, SETTINGS, Cluster, running_cluster, until
-from tests.support.patience import PATIENCE_S
-from tests.support.proxy import Proxy
+from tests.support.proxy import cuttable_link
 from tests.support.rabbitmq import PrivateRabbitMQ
 
 pytestmark = [pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -122,44 +118,3 @@ def test_what_a_node_made_whose_link_was_cut_for_good_is_made_again_and_counted(
 
 #: Mini-batches of 40 ms that a task may make between its last report and its end.
 UNTOLD_STEPS_MAX = 100
-
-
-class CuttableLink:
-    """A port that leads to the broker, or nowhere while the link is cut."""
-
-    def __init__(self, target_port: int) -> None:
-        self._loop = asyncio.new_event_loop()
-        self._proxy = Proxy(target_port)
-        self._thread = threading.Thread(target=self._loop.run_forever, name="link", daemon=True)
-        self._thread.start()
-        self._do(self._proxy.start())
-
-    @property
-    def port(self) -> int:
-        return self._proxy.port
-
-    def cut(self) -> None:
-        self._loop.call_soon_threadsafe(self._proxy.stall)
-
-    def mend(self) -> None:
-        """Begin anew: what was on the way is lost."""
-        self._loop.call_soon_threadsafe(self._proxy.cut)
-        self._loop.call_soon_threadsafe(self._proxy.flow)
-
-    def close(self) -> None:
-        self._do(self._proxy.close())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
-
-    def _do(self, what: Coroutine[None, None, None]) -> None:
-        asyncio.run_coroutine_threadsafe(what, self._loop).result(PATIENCE_S)
-
-
-@contextmanager
-def cuttable_link(target_port: int) -> Iterator[CuttableLink]:
-    link = CuttableLink(target_port)
-    try:
-        yield link
-    finally:
-        link.close()

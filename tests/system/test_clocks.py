@@ -1,0 +1,117 @@
+"""Daemons that stand still for longer than their timeouts, and wall clocks that jump: nobody who trains has noticed.
+
+The site is that of `test_survival`. A leader with a standby that stands still: test_failover.py.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from msgspec.structs import replace
+
+from tests.support import wall_clock
+from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, running_cluster, started, until
+from tests.support.rabbitmq import PrivateRabbitMQ
+from tests.support.wall_clock import WallClock
+
+pytestmark = [pytest.mark.full, pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(900)]
+
+TIMEOUT_S = 5.0
+#: Mini-batches that no test waits for: the site is ended before.
+ENDLESS = 100_000
+DAY_S = 86_400.0
+
+
+@pytest.fixture
+def impatient(tmp_path: Path, broker: PrivateRabbitMQ, vhost: str) -> Iterator[Cluster]:
+    """A site that takes nodes and app agents for lost after a few seconds."""
+    settings = replace(SETTINGS, node_timeout_s=TIMEOUT_S, app_timeout_s=TIMEOUT_S)
+    with running_cluster(tmp_path, broker, vhost, settings) as made:
+        yield made
+
+
+def stand_still(daemon: DaemonProcess, meanwhile: Callable[[], None]) -> None:
+    """Stop a daemon for twice its timeout, and until `meanwhile` is done."""
+    daemon.signal(signal.SIGSTOP)
+    stopped = time.monotonic()
+    try:
+        meanwhile()
+        until(lambda: time.monotonic() > stopped + 2 * TIMEOUT_S, "it is taken for lost")
+    finally:
+        daemon.signal(signal.SIGCONT)
+
+
+def test_training_outlives_an_app_agent_that_stands_still(impatient: Cluster) -> None:
+    impatient.fill(steps=400)
+    workers = impatient.pids()
+    stand_still(impatient.app_agent, lambda: impatient.wait_progress(30))
+    impatient.contest()
+    assert impatient.pids() >= workers
+    impatient.finish_without_a_scratch()
+
+
+def test_jobs_of_a_node_agent_that_stands_still_go_on_elsewhere_and_no_gpu_is_shared(impatient: Cluster) -> None:
+    app = impatient.submit(ENDLESS)
+    impatient.wait_training(processes=1)
+    here, there = ("n1", "n2") if impatient.pids_on("n1") else ("n2", "n1")
+    (alone,) = impatient.pids_on(here)
+    stand_still(
+        impatient.nodes[here],
+        lambda: until(lambda: bool(impatient.pids_on(there)), "its successor is on the other node"),
+    )
+    until(lambda: alone not in impatient.pids(), "the old one is told to go")
+    impatient.wait_progress(20)
+    told = impatient.told(app)
+    kept = [step for pid, step in told if pid != alone]
+    assert kept == list(range(kept[0], kept[0] + len(kept))), "its successor lost or repeated steps"
+    assert kept[0] <= 1 + max(step for pid, step in told if pid == alone)
+    assert impatient.watch.conflicts == []
+
+
+def test_no_daemon_minds_a_wall_clock_that_jumps_while_it_runs_or_between_two_starts(
+    tmp_path: Path, broker: PrivateRabbitMQ, vhost: str
+) -> None:
+    if reason := wall_clock.missing():
+        pytest.skip(reason)
+    clock = WallClock(tmp_path)
+    cluster = Cluster(tmp_path, broker, vhost)
+    for daemon in cluster.daemons:
+        daemon.environment = clock.environment
+    began = time.time()
+    with started(cluster):
+        cluster.fill(ENDLESS)
+        workers = cluster.pids()
+        for ahead_s in (400 * DAY_S, -400 * DAY_S, 0.0):
+            clock.set(ahead_s)
+            cluster.wait_progress(10)  # while it runs
+            for daemon in cluster.daemons:
+                daemon.kill()
+                daemon.start()
+            until(cluster.answers, "the app agent listens again")
+            until(lambda: all(app["gpus"] for app in known(cluster)), "the arbiter knows what they hold")
+            cluster.wait_progress(10)
+            cluster.check()
+        assert cluster.pids() == workers, "a task was started again"
+        for app in cluster.steps:
+            steps = [step for _pid, step in cluster.told(app)]
+            assert steps == list(range(len(steps))), f"{app} lost or repeated steps"
+        with cluster.client() as client:
+            submitted = [record.submitted_at for record in client.apps()]
+            rounds = [each["at"] for each in client.query("rounds")["rounds"]]
+        now = time.time()
+        assert all(began - 60.0 <= at <= now + 60.0 for at in (*submitted, *rounds))
+        assert cluster.watch.conflicts == []
+
+
+def known(cluster: Cluster) -> list[dict[str, object]]:
+    """What the arbiter says of all apps, once it answers."""
+    from launch.faults import Fault
+
+    try:
+        return [dict(app) for app in cluster.document()] or [{"gpus": ()}]
+    except Fault:
+        return [{"gpus": ()}]
