@@ -17,7 +17,7 @@ from app_agent.core.agent import AppAgent
 from app_agent.core.division import Asking, divide
 from app_agent.core.jobs import joined_status
 from app_agent.core.model import AppState, HeldGpu, Suspended
-from app_agent.core.spread import GUESS, normal_scores
+from app_agent.core.spread import GUESS, normal_scores, of_some
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases.plans import is_task_id, task_id
 from arbiter.core.placement.locality import LOOSENESS
@@ -850,15 +850,17 @@ def test_what_is_left_of_a_search_is_its_phases_at_full_demand() -> None:
     trials = tuple(("python", "train.py", str(number)) for number in range(4))
     bench = Bench(trials=trials, metric="accuracy", phase_steps=(10, 20, 40), step_serial_s=3.0, gpus_max=2)
     # Phases of 30, 60 and 120 serial seconds a trial, of 4, 2 and 1 trials, two GPUs for each.
-    # Times of trials are spread, as none is measured yet.
-    of_four, of_two = ([math.exp(GUESS * score) for score in normal_scores(count)] for count in (4, 2))
-    assert bench.report.left_s == pytest.approx((30 * of_four[0] + 60 * of_two[0] + 120) / 2)
-    assert bench.report.left_gpu_s == pytest.approx(30 * sum(of_four) + 60 * sum(of_two) + 120)
+    # Times of trials are spread, as none is measured yet; any of the trials may be in the phases to come.
+    of_four = [math.exp(GUESS * score) for score in normal_scores(4)]
+    of_two, of_one = of_some(of_four, 2), of_some(of_four, 1)
+    assert bench.report.left_s == pytest.approx((30 * of_four[0] + 60 * of_two[0] + 120 * of_one[0]) / 2)
+    assert bench.report.left_gpu_s == pytest.approx(30 * sum(of_four) + 60 * sum(of_two) + 120 * sum(of_one))
     bench.grant("n1g0")
     bench.holdings("n1g0", status("ada-1.0-a0", "n1g0", step=4, start_step=-1, step_s=3.0))
     bench.tick()
     of_three = [math.exp(GUESS * score) for score in normal_scores(3)]
-    assert bench.report.left_gpu_s == pytest.approx(5 * 3 + 30 * sum(of_three) + 60 * sum(of_two) + 120)
+    of_two, of_one = of_some([1.0, *of_three], 2), of_some([1.0, *of_three], 1)
+    assert bench.report.left_gpu_s == pytest.approx(5 * 3 + 30 * sum(of_three) + 60 * sum(of_two) + 120 * sum(of_one))
 
 
 def test_figures_of_what_is_left_wait_for_the_beat() -> None:
