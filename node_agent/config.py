@@ -14,6 +14,7 @@ from protocol.config import ConfigError
 
 #: The smallest `log_max_bytes`: a beginning of some blocks, and newest lines for people to read.
 LOG_MAX_BYTES_MIN = 2**20
+PORT_MAX = 65_535
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
 _GPU = re.compile(r"[0-9]{1,3}|GPU-[0-9a-fA-F-]{36}")
 _PLACE = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:]+):[0-9]{1,5}")
@@ -172,7 +173,8 @@ def check(node: NodeConfig, source: str) -> None:
         )
     if node.cgroup_root and not Path(node.cgroup_root).is_absolute():
         raise ConfigError(f"{source}: cgroup_root {node.cgroup_root} is no full path; give one below /sys/fs/cgroup")
-    if node.terminals and not _PLACE.fullmatch(node.terminals):
+    port = int(node.terminals.rpartition(":")[2]) if _PLACE.fullmatch(node.terminals) else PORT_MAX + 1
+    if node.terminals and port > PORT_MAX:
         raise ConfigError(
             f"{source}: terminals is {node.terminals!r}; write an address and a port, such as 0.0.0.0:7073"
         )

@@ -182,7 +182,8 @@ class Doors:
     def open_to(self, query_id: str, task: TaskId, node: str) -> TerminalDoor:
         """Return the way to the terminal of a task, for one person once."""
         if self._server is None:
-            why = f"node {node} lets no person to terminals; an administrator sets `terminals` in its node.toml"
+            mend = "an administrator sets `terminals` in its node.toml, and looks at its log"
+            why = f"node {node} lets no person to terminals; {mend}"
             return TerminalDoor(query_id, task, error=why)
         if self._folder_of(task) is None:
             why = f"{task} does not run on node {node}, or has no terminal; `gpu-arbiter run --pty` starts one that has"

@@ -126,6 +126,7 @@ class Host:
         """The daemons of `whole_site.py` as the user gpu-node; the launcher knows the gateway's key."""
         for folder in (RUNTIME, str(Path(GATEWAY_SOCKET).parent), "/srv/whole"):
             self.run("install", "-d", "-o", "gpu-node", "-m", "711", folder)
+        self.run("rm", "-f", GATEWAY_SOCKET)  # of an earlier site that was killed
         process = await asyncio.create_subprocess_exec(
             *self.enter,
             *as_user("gpu-node"),

@@ -168,6 +168,7 @@ async def test_a_terminal_outlives_the_node_agent(tmp_path: Path) -> None:
         await person.sees("heard after")
 
 
+@pytest.mark.full
 async def test_a_visitor_who_reads_nothing_holds_the_program_back_and_one_who_leaves_lets_it_go_on(
     tmp_path: Path,
 ) -> None:
@@ -202,6 +203,14 @@ async def test_a_node_that_lets_no_one_to_terminals_and_a_task_without_one_say_s
         await site.phase(TASK, "running")
         assert "has no terminal" in (await site.door(TASK)).error
         assert "does not run on node n1" in (await site.door("ana-x1.0-a7")).error
+
+
+async def test_a_port_that_another_program_has_costs_the_terminals_and_no_training(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        async with node_site(tmp_path, terminals=f"127.0.0.1:{other.getsockname()[1]}") as site:
+            await site.plan(shell(tmp_path))
+            await site.phase(TASK, "running")
+            assert "lets no person to terminals" in (await site.door(TASK)).error
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
