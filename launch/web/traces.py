@@ -83,7 +83,7 @@ class Traces:
             whole.set_status(Status(StatusCode.ERROR, record.failure))
         inside, begin = set_span_in_context(whole, Context()), record.at
         for phase in ("probe", "bids", "decision"):
-            if (took_s := record.phases_s.get(phase)) is not None:  # type: ignore[call-overload]
+            if (took_s := record.phases_s.get(phase)) is not None:
                 self._tracer.start_span(phase, inside, start_time=_ns(begin)).end(_ns(begin + took_s))
                 begin += took_s
         for grant in grants:
