@@ -8,19 +8,21 @@ from collections.abc import Iterator, Sequence
 from arbiter import reports
 from arbiter.core.effects import EventRecord, StretchRecord
 from arbiter.ledger import Ledger
+from launch import overview
+from launch.surface import Document
 from launch.web.drawing import Mark
 from launch.web.sources import Sources
 from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TenantId, device_of
 
 #: Events that one drawing takes in: the first of its period, on its nodes.
 EVENTS_DRAWN = 50_000
-#: Leases that are asked for; those that are not over come first.
-LIVE_MAX = 5_000
+#: Leases that are asked for, beside those that were held a second ago; those that are not over come first.
+LIVE_MORE = 100
 
 
 def live(sources: Sources) -> tuple[Sequence[StretchRecord], str]:
     """Return the leases of now, as stretches up to now; none, and why, if the arbiter does not answer."""
-    told, why = sources.tried(lambda: sources.ask("leases", limit=LIVE_MAX))
+    told, why = sources.tried(lambda: sources.ask("leases", limit=_held(sources.present()) + LIVE_MORE))
     return [
         StretchRecord(
             *(LeaseId(each["lease"]), AppId(each["app"]), TenantId(each["tenant"]), device_of(GpuId(each["gpu"]))),
@@ -33,6 +35,10 @@ def live(sources: Sources) -> tuple[Sequence[StretchRecord], str]:
         for each in (told["leases"] if told else ())
         if each.get("part")
     ], why
+
+
+def _held(present: Document) -> int:
+    return sum(len(overview.holders(gpu)) for node in present["nodes"] for gpu in node["gpus"])
 
 
 def report(

@@ -1,7 +1,6 @@
 """The pages in Chromium: no error, nothing foreign, fit for the keyboard, for large letters and for a dark screen.
 
-In `make check` one window looks at each page of a site of an hour; `make full` looks anew for each promise, and at a
-site of weeks with a million leases, too.
+In `make check` a window looks at each page of a site of an hour; in `make full`, of weeks with a million leases, too.
 """
 
 from __future__ import annotations
