@@ -304,7 +304,7 @@ def _make_certificate(path: Path) -> None:
     from datetime import UTC, datetime, timedelta
 
     key = generate_private_key(SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gpu-arbiter terminals")])
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "terminals of gpu-arbiter")])
     now = datetime.now(UTC)
     certificate = (
         x509.CertificateBuilder()
