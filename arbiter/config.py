@@ -27,6 +27,8 @@ HistoryMode = Literal["auto", "resume", "begin"]
 ALL = "*"
 #: The most seats that a plan can give a GPU.
 SEATS_MAX = 64
+#: Below that a beat of a large site would have no bound but that of its silence.
+RESTATEMENTS_MIN = 0.01
 #: Fields of the state's settings that no file sets: the first comes from the tables of policies.
 _HIDDEN = {"policies", "decide_grace_s"}
 #: The fields of [arbiter].
@@ -219,6 +221,10 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
         raise ConfigError(f"{source}: arbiter.policy is {settings.policy!r}; choose one of {known}")
     names = ("lease_s", "probe_s", "bid_s", "beat_s", "node_timeout_s", "app_timeout_s", "restatements_per_s")
     config.require_positive(settings, (*names, "quantum_s"), f"{source}: arbiter")
+    if settings.restatements_per_s < RESTATEMENTS_MIN:
+        raise ConfigError(
+            f"{source}: arbiter.restatements_per_s is {settings.restatements_per_s}; give {RESTATEMENTS_MIN} or more"
+        )
     pauses = ("renewal_lead_s", "round_pause_s", "admission_wait_s", "ask_max")
     config.require_not_negative(settings, pauses, f"{source}: arbiter")
     if not 1 <= settings.seats <= SEATS_MAX:

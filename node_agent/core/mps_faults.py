@@ -43,6 +43,7 @@ def judged(node: NodeState, task: Task, gone: WorkerGone, verdict: Verdict) -> V
     if task.facts.verdict == "failed":  # by an earlier node agent; this one is told of that end again
         return verdict
     if task.facts.verdict == "preempted":
+        node.mps_failed_at |= dict.fromkeys(task.devices, node.now)  # clients of that time may still be about to end
         told = (
             f"a fatal fault of the MPS server ended it, as was found before this node agent began; it {verdict.reason}"
         )

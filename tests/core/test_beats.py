@@ -45,7 +45,7 @@ def test_each_member_of_a_crowded_site_is_restated_once_in_the_beat_that_it_is_t
     heard = [restated(site.wait(2.0)) for _ in range(3)]
     members = {*(f"n{number}" for number in range(5)), *(f"a{number}-1" for number in range(5))}
     assert sum(heard, Counter()) == Counter(dict.fromkeys(members, 1))
-    assert max(map(Counter.total, heard)) <= 4
+    assert all(heard), "some in each"
     again = site.wait(6.0)
     assert {plan.beat_s for plan in sent(again, NodePlan)} == {6.0} == {each.beat_s for each in sent(again, Holdings)}
 

@@ -163,6 +163,7 @@ def test_an_older_journal_leads_on_beyond_what_nodes_have_seen_and_keeps_what_ru
     assert told_of(effects)[-1][0] == "bob-1"
     for plan in sent(effects, NodePlan):
         assert plan.epoch == 4
+        assert plan.after >= newest.seq, "the node would refuse it, as it has obeyed that one"
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
 
 
@@ -315,6 +316,49 @@ def test_each_node_that_knows_more_is_told_from_those_that_do_not() -> None:
     plans = {plan.node: plan for plan in sent(site.wait(25.0), NodePlan)}
     assert plans["n2"].after == sent_seqs["n2"] + 1  # type: ignore[index]
     assert plans["n3"].after == sent_seqs["n3"] + 7  # type: ignore[index]
+
+
+def test_a_node_that_obeyed_this_arbiter_before_another_showed_it_a_newer_epoch_goes_on_obeying() -> None:
+    """n1 and n2 have lost nothing, and obey epoch 2; then n3 tells of a plan that a power cut took from the journal."""
+    site = a_site_at_work()
+    for node in ("n2", "n3"):
+        site.node(node, 1, site=OURS)
+    site.wait(5.0)
+    backup = site.arbiter.snapshot()
+    sent_seqs = {name: node.plan_seq for name, node in site.arbiter.state.nodes.items()}
+    after_a_power_cut(site, backup)
+    effects = report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))  # type: ignore[index]
+    effects += site.wait(5.0)
+    obeyed = site.plans["n1"]
+    assert obeyed.epoch == 2
+    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))  # type: ignore[index]
+    assert site.arbiter.state.epoch == 3
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(obeyed.epoch, obeyed.seq))
+    site.wait(25.0)
+    assert (site.plans["n1"].epoch, site.plans["n1"].after >= obeyed.seq) == (3, True)
+
+
+def test_one_nodes_word_of_a_newer_epoch_makes_no_other_node_deaf() -> None:
+    site = a_site_at_work()
+    site.node("n2", 1, site=OURS)
+    site.wait(5.0)
+    obeyed = site.plans["n1"]
+    site.node("n2", 1, site=OURS, plan=(40, 7))
+    assert site.arbiter.state.epoch == 41
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(obeyed.epoch, obeyed.seq))
+    site.wait(25.0)
+    assert (site.plans["n1"].epoch, site.plans["n1"].after >= obeyed.seq) == (41, True)
+
+
+def test_a_node_that_tells_of_more_and_more_of_an_old_epoch_does_not_move_the_site_on_each_time() -> None:
+    site = a_site_at_work()
+    after_a_power_cut(site, site.arbiter.snapshot())
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    site.wait(SETTINGS.node_timeout_s + 1.0)
+    for more in range(3):
+        report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, 90 + more))
+    assert site.arbiter.state.epoch == 2
+    assert site.plans["n1"].after == 92
 
 
 def test_a_plan_that_no_arbiter_can_have_sent_is_refused() -> None:

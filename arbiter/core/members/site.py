@@ -135,14 +135,27 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
     if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
         _overtake(turn, report, f"newer than ours ({state.epoch})")
     elif known is not None and report.plan_seq > known.plan_seq_unknown and nodes.knows_more(state, known, report):
-        seq = max(known.plan_seq, report.plan_seq)
-        state.nodes[known.id] = replace(known, plan_seq=seq, plan_seq_unknown=report.plan_seq, plan_digest="")
-        turn.nodes.add(known.id)
         knows = f"and of that epoch ours knows the plans up to {known.plan_seq_before}"
         turn.tell(known.id, f"has obeyed plan {report.plan_seq} of epoch {report.epoch}, {knows}", loudly=True)
-        if not state.behind:
+        if not state.behind and _just_began(turn):
             _overtake(turn, report, knows)
+    _note_obeyed(turn, report)
     return True
+
+
+def _note_obeyed(turn: Turn, report: NodeReport) -> None:
+    """Note the plan of an earlier epoch that a node has obeyed: it obeys no later epoch that does not know it."""
+    known = turn.state.nodes.get(report.node)
+    if known is None or report.epoch >= turn.state.epoch:
+        return
+    if report.plan_seq > max(known.plan_seq_before, known.plan_seq_unknown):
+        seq = max(known.plan_seq, report.plan_seq)
+        turn.state.nodes[known.id] = replace(known, plan_seq=seq, plan_seq_unknown=report.plan_seq, plan_digest="")
+        turn.nodes.add(known.id)
+
+
+def _just_began(turn: Turn) -> bool:
+    return turn.now <= turn.state.started_at + turn.state.settings.node_timeout_s
 
 
 def _overtake(turn: Turn, report: NodeReport, why: str) -> None:
@@ -158,8 +171,7 @@ def _overtake(turn: Turn, report: NodeReport, why: str) -> None:
     )
     nodes.plan_anew(turn)
     turn.apps |= state.apps.keys()
-    just_began = turn.now <= state.started_at + state.settings.node_timeout_s
-    if just_began and not state.behind and state.site:
+    if _just_began(turn) and not state.behind and state.site:
         state.behind = True
         phases.abort(turn, "its journal is older than what nodes have seen")
         _listen(turn)

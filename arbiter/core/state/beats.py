@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from math import ceil
 from typing import TypeVar
+from zlib import crc32
 
 from arbiter.core.state.model import ArbiterSettings, State
 
@@ -43,6 +44,9 @@ def told_s(settings: ArbiterSettings, members: int) -> float:
 
 
 def part(state: State, members: Iterable[MemberId], count: int) -> list[MemberId]:
-    """Return those of `members` that the present beat restates, sorted; `count` of them matter to the pace."""
+    """Return those of `members` that the present beat restates; `count` of them matter to the pace.
+
+    The part that a member is of follows from its id, so that no coming and going of others keeps it from its turn.
+    """
     spread = parts(state.settings, count)
-    return sorted(members)[state.beats % spread :: spread]
+    return [member for member in members if crc32(member.encode()) % spread == state.beats % spread]
