@@ -226,6 +226,7 @@ class Workers:
     async def start(self, effect: StartWorker) -> None:
         """Start the task's process and post the outcome."""
         try:
+            await self._check_door(effect.launch.terminal)
             memory = await asyncio.to_thread(self._offer_memory, effect)
             spec = self._spec(effect, memory, await self._offer_mps(effect))
             if self._launcher is None:
@@ -449,6 +450,11 @@ class Workers:
             terminal=launch.terminal is not None,
             idle_s=self._idle_s(launch.terminal),
         )
+
+    async def _check_door(self, terminal: Terminal | None) -> None:
+        """Raise `CannotStart` for a program whose terminal no person could come to."""
+        if terminal is not None and (why := await self._doors.why_closed(self._settings.node)):
+            raise CannotStart(why)
 
     def _idle_s(self, terminal: Terminal | None) -> float:
         """Return after how long without use a terminal ends: as its owner wishes, within what the node allows."""
