@@ -37,12 +37,15 @@ log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
 #: From the answer to the connection.
 TOKEN_S = 30.0
-TOKENS_MAX = 256
+#: On the whole, and of one task: the oldest of these makes room.
+TOKENS_MAX, TOKENS_OF_TASK_MAX = 256, 8
 #: For a connection to say its token; TLS comes first.
 GREETING_S = 10.0
 CONNECTIONS_MAX = 256
 #: Connections that have said no token yet; the oldest makes room for a new one.
 STRANGERS_MAX = 64
+#: Fewer than a supervisor serves (`terminal.VISITORS_MAX`), so that it hears the node agent's questions, too.
+VISITS_OF_TASK_MAX = 6
 #: For the last words of a connection to arrive.
 FAREWELL_S = 5.0
 #: For a supervisor to answer a question, and the most that it may say.
@@ -155,8 +158,7 @@ class Doors:
         self._listen_at, self._address, self._state_dir = listen_at, address, state_dir
         self._tasks, self._folder_of = tasks, folder_of
         self._tokens: dict[bytes, _Token] = {}
-        self._visits: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], None] = {}  #: those of the visits that have said no token yet
+        self._visits: dict[asyncio.Task[None], TaskId | None] = {}  #: with the task; None: no token was said yet
         self._tls: ssl.SSLContext | None = None
         self._tried = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -206,6 +208,11 @@ class Doors:
             await self._tried.wait()
         return "" if self._server is not None else _closed(node)
 
+    @property
+    def is_open(self) -> bool:
+        """Whether persons can come."""
+        return self._server is not None
+
     def open_to(self, query_id: str, task: TaskId, node: str) -> TerminalDoor:
         """Return the way to the terminal of a task, for one person once."""
         if self._server is None:
@@ -215,6 +222,9 @@ class Doors:
             return TerminalDoor(query_id, task, error=why)
         now = time.monotonic()
         self._tokens = {token: known for token, known in self._tokens.items() if known.until > now}
+        own = [token for token, known in self._tokens.items() if known.task == task]
+        if len(own) >= TOKENS_OF_TASK_MAX:
+            del self._tokens[own[0]]
         if len(self._tokens) >= TOKENS_MAX:
             return TerminalDoor(query_id, task, error=f"too many persons ask for terminals of node {node}; try again")
         token = secrets.token_hex(24)
@@ -226,22 +236,17 @@ class Doors:
         if self._tls is not None:
             assert isinstance(writer.transport, asyncio.Transport), "a socket's transport reads and writes"
             writer.transport.pause_reading()  # what comes first is for TLS
-        if len(self._strangers) >= STRANGERS_MAX:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
-            oldest.cancel()
+        strangers = [visit for visit, task in self._visits.items() if task is None]
+        if len(strangers) >= STRANGERS_MAX:
+            del self._visits[strangers[0]]
+            strangers[0].cancel()
         if len(self._visits) >= CONNECTIONS_MAX:
             writer.transport.abort()
             return
         visit = self._tasks.create_task(self._receive(reader, writer), name="visit at a terminal")
-        self._visits.add(visit)
-        self._strangers[visit] = None
-        visit.add_done_callback(self._forget)
+        self._visits[visit] = None
+        visit.add_done_callback(lambda _: self._visits.pop(visit, None))
         visit.add_done_callback(lambda _: writer.transport.abort())
-
-    def _forget(self, visit: asyncio.Task[None]) -> None:
-        self._visits.discard(visit)
-        self._strangers.pop(visit, None)
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Let a person with a token to a terminal, and see to the visit."""
@@ -253,11 +258,13 @@ class Doors:
                 said = await reader.readuntil(b"\n")
             known = self._tokens.pop(sha256(said.strip()).digest(), None)
             folder = self._folder_of(known.task) if known is not None and known.until > time.monotonic() else None
-            if known is None or folder is None:
+            visits = 0 if known is None else list(self._visits.values()).count(known.task)
+            if known is None or folder is None or visits >= VISITS_OF_TASK_MAX:
                 log.warning("terminal.refused", peer=writer.get_extra_info("peername"))
                 return
-            if (visit := asyncio.current_task()) is not None:
-                self._strangers.pop(visit, None)
+            visit = asyncio.current_task()
+            assert visit is not None, "this is a task"
+            self._visits[visit] = known.task
             log.info("terminal.attached", task=known.task)
             with _within(folder) as path:
                 from_task, to_task = await asyncio.open_unix_connection(path)

@@ -20,7 +20,7 @@ from msgspec.structs import asdict, replace
 
 from launch import terminals
 from launch.faults import Fault
-from node_agent.workers import doors, shim, terminal
+from node_agent.workers import doors, manager, shim, terminal
 from node_agent.workers.terminal import FRAME_BYTES_MAX, READ_BYTES, FrameError, frame, frames, window
 from protocol import exit_codes
 from protocol.clock import boot_id
@@ -87,7 +87,8 @@ class Visit:
 
 async def visit(door: TerminalDoor) -> Visit:
     made = Visit(await asyncio.to_thread(terminals.connected, asdict(door)))
-    await made.send(window(30, 100))
+    with suppress(ConnectionError):  # it may have been refused by now
+        await made.send(window(30, 100))
     return made
 
 
@@ -225,12 +226,20 @@ async def test_a_shell_of_a_node_that_lets_no_one_in_any_more_goes_on(tmp_path: 
         assert "an administrator sets `terminals`" in (await site.door(TASK)).error
 
 
-async def test_a_port_that_another_program_has_costs_the_terminals_and_no_training(tmp_path: Path) -> None:
+async def test_a_port_that_another_program_has_costs_the_terminals_and_no_training_until_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "OPEN_AGAIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         async with node_site(tmp_path, terminals=f"127.0.0.1:{other.getsockname()[1]}") as site:
             await site.plan(task_order(tmp_path, TASK, "/bin/sleep", "1000"))
             await site.phase(TASK, "running")
             assert "lets no person to terminals" in (await site.door(TASK)).error
+            other.close()
+            by = time.monotonic() + PATIENCE_S
+            while "lets no person" in (await site.door(TASK)).error:
+                assert time.monotonic() < by, "it does not listen"
+                await asyncio.sleep(0.1)
 
 
 # --- what other processes may do to it, without a whole node agent ----------------------------------------------------
@@ -270,6 +279,23 @@ async def test_connections_that_say_nothing_are_few_and_the_oldest_makes_room(
                 assert await asyncio.to_thread(inside.recv, 64) == window(30, 100)
                 inside.sendall(frame(b"d", b"hello"))
                 await person.sees("hello")
+        place.close()
+
+
+async def test_one_task_takes_neither_all_tokens_nor_all_places(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group:
+        place = doors.Doors("127.0.0.1:0", "", tmp_path, group, lambda task: tmp_path)
+        await place.open()
+        ways = [place.open_to("q", TaskId(TASK), "n1") for _ in range(doors.TOKENS_MAX + 1)]
+        assert not any(way.error for way in ways)
+        assert await (await visit(ways[0])).ends() == b"", "the oldest tokens have made room"
+        with socket.socket(fileno=doors.listen(tmp_path)) as terminal:
+            terminal.settimeout(PATIENCE_S)
+            for way in ways[-doors.VISITS_OF_TASK_MAX :]:
+                await visit(way)
+                inside, _ = await asyncio.to_thread(terminal.accept)
+                CONNECTIONS.append(inside)
+            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b""
         place.close()
 
 
@@ -398,13 +424,11 @@ def test_the_socket_of_a_terminal_has_no_number_that_its_supervisor_needs(tmp_pa
         os.close(listener)
 
 
-def test_a_program_that_takes_no_input_keeps_no_other_visitor_from_its_terminal(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
-    listener = doors.listen(tmp_path)
-    log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT, 0o600)
-    made = terminal.Terminal(listener, log)
+@contextmanager
+def serving(folder: Path) -> Iterator[terminal.Terminal]:
+    """A terminal whose program reads nothing."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    made = terminal.Terminal(doors.listen(folder), log)
     tty.setraw(made.slave)
     alive, wake = os.pipe()
     over = Event()
@@ -416,12 +440,7 @@ def test_a_program_that_takes_no_input_keeps_no_other_visitor_from_its_terminal(
     thread = Thread(target=serve)
     thread.start()
     try:
-        with doors._connected(tmp_path) as person:
-            person.sendall(window(30, 100))
-            person.settimeout(1.0)
-            with pytest.raises(TimeoutError):  # it is held back
-                person.sendall(frame(b"d", b"x" * READ_BYTES) * 1000)
-            assert doors.quiet_s(tmp_path) is not None
+        yield made
     finally:
         over.set()
         os.write(wake, b"!")
@@ -431,6 +450,27 @@ def test_a_program_that_takes_no_input_keeps_no_other_visitor_from_its_terminal(
         made._listener.close()
         for visitor in made._visitors:
             visitor.connection.close()
+
+
+def test_a_program_that_takes_no_input_keeps_no_other_visitor_from_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
+    with serving(tmp_path), doors._connected(tmp_path) as person:
+        person.sendall(window(30, 100))
+        person.settimeout(1.0)
+        with pytest.raises(TimeoutError):  # it is held back
+            person.sendall(frame(b"d", b"x" * READ_BYTES) * 1000)
+        assert doors.quiet_s(tmp_path) is not None
+
+
+def test_a_visitor_who_asks_and_reads_nothing_is_held_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as made, doors._connected(tmp_path) as person:
+        person.settimeout(1.0)
+        with suppress(TimeoutError):
+            person.sendall(frame(b"q") * 200_000)
+        (visitor,) = made._visitors
+        assert len(visitor.outbox) < 2 * terminal.WAITING_BYTES_MAX
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
