@@ -853,7 +853,7 @@ def _chunk(chunk: LogChunk) -> dict[str, Any]:
 
 def _door(door: TerminalDoor) -> dict[str, Any]:
     """Return the way to a task's terminal, of which a node has told."""
-    fields = ("task", "address", "port", "token", "fingerprint")
+    fields = ("task", "address", "port", "token", "fingerprint", "boot_id")
     return {"schema": "terminal/v1"} | {field: getattr(door, field) for field in fields}
 
 

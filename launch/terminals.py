@@ -31,6 +31,7 @@ from launch.faults import Fault, usage
 from launch.surface import note
 from node_agent.workers.terminal import READ_BYTES, WAITING_BYTES_MAX, FrameError, frame, frames, keep_watch, window
 from protocol import exit_codes
+from protocol.clock import boot_id
 
 CONNECT_S = 15.0
 #: Between two attempts to come back after a lost connection, and the longest time for them.
@@ -68,6 +69,7 @@ def stay(path: Path, app: str) -> int:
     """Visit the terminal of an app until it is over or the person leaves; return the exit code for that.
 
     A visitor who was there before waits for what is away for a while: the node agent, the app agent at `path`, the way.
+    Ctrl-C meanwhile leaves the terminal, too.
 
     Raises
     ------
@@ -75,40 +77,49 @@ def stay(path: Path, app: str) -> int:
         If there is no way to the terminal.
     """
     was_there, since = False, 0.0
-    while True:
-        try:
-            with open_client(path) as client:
-                record = client.outlast(app, "running", None)
-                if record.over:
-                    return _tell_end(record, was_there=was_there)
-                since = since or time.monotonic()
-                connection = connected(client.query("terminal", app))
-        except Fault as fault:
-            since = since or time.monotonic()
-            passing, patience_s = (PASSING, LOST_S) if was_there else (STARTING, START_S)
-            if fault.code not in passing or time.monotonic() > since + patience_s:
-                raise
-            time.sleep(AGAIN_S)
-            continue
-        with connection:
-            parting = converse(connection)
-        was_there, since = True, 0.0
-        match parting.how:
-            case "left":
-                note(f"you have left {app}, which goes on; next: gpu-arbiter attach {app}")
-                return exit_codes.DONE
-            case "taken":
-                note(f"another command of yours has the terminal of {app} now")
-                return exit_codes.DONE
-            case "lost":
-                note(f"the connection to {app} was lost; trying again (Ctrl-C ends this, and {app} goes on)")
-            case "ended":
+    try:
+        while True:
+            try:
                 with open_client(path) as client:
-                    record = _after_end(client, app)
-                if record.over:
-                    return _tell_end(record, was_there=True)
-                why = record.reason or "see gpu-arbiter explain"
-                note(f"{app} had to leave its GPUs: {why}; it waits to begin anew")
+                    record = client.outlast(app, "running", None)
+                    if record.over:
+                        return _tell_end(record, was_there=was_there)
+                    since = since or time.monotonic()
+                    connection = connected(client.query("terminal", app))
+            except Fault as fault:
+                since = since or time.monotonic()
+                passing, patience_s = (PASSING, LOST_S) if was_there else (STARTING, START_S)
+                if fault.code not in passing or time.monotonic() > since + patience_s:
+                    raise
+                time.sleep(AGAIN_S)
+                continue
+            with connection:
+                parting = converse(connection)
+            was_there, since = True, 0.0
+            match parting.how:
+                case "left":
+                    return _tell_left(app)
+                case "taken":
+                    note(f"another command of yours has the terminal of {app} now")
+                    return exit_codes.DONE
+                case "lost":
+                    note(f"the connection to {app} was lost; trying again (Ctrl-C ends this, and {app} goes on)")
+                case "ended":
+                    with open_client(path) as client:
+                        record = _after_end(client, app)
+                    if record.over:
+                        return _tell_end(record, was_there=True)
+                    why = record.reason or "see gpu-arbiter explain"
+                    note(f"{app} had to leave its GPUs: {why}; it waits to begin anew")
+    except KeyboardInterrupt:
+        if not was_there:
+            raise
+        return _tell_left(app)
+
+
+def _tell_left(app: str) -> int:
+    note(f"you have left {app}, which goes on; next: gpu-arbiter attach {app}")
+    return exit_codes.DONE
 
 
 def _tell_end(record: AppRecord, *, was_there: bool) -> int:
@@ -142,6 +153,13 @@ def connected(door: Mapping[str, Any]) -> socket.socket:
         If the node cannot be reached, or another host answers there.
     """
     place = f"{door['address']}:{door['port']}"
+    if not door["fingerprint"] and door.get("boot_id") != (boot_id() or None):
+        raise Fault(
+            f"the port {place}, at which terminals are, is of the node alone, and this is another host",
+            code=exit_codes.NOT_PERMITTED,
+            next_step="log in to the node; or an administrator sets `terminals` in its node.toml to an address that "
+            "login hosts reach",
+        )
     try:
         with ExitStack() as undoing:
             connection = undoing.enter_context(

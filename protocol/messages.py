@@ -643,7 +643,8 @@ class TerminalDoor(Struct, frozen=True, tag=True):
 
     A connection to `address` that soon says the `token` first is of the person who asked; a token is good for one.
     `fingerprint` is that of the certificate shown there (SHA-256, in hexadecimal); empty: no TLS, as the address is of
-    that host alone. `error` is a sentence if there is no way, and `soon` that there may be one soon.
+    that host alone, and of the boot `boot_id`. `error` is a sentence if there is no way, and `soon` that there may be
+    one soon.
     """
 
     query_id: Name
@@ -654,6 +655,7 @@ class TerminalDoor(Struct, frozen=True, tag=True):
     fingerprint: Annotated[str, Meta(pattern=r"^([0-9a-f]{64})?$")] = ""
     error: Sentence = ""
     soon: bool = False
+    boot_id: Annotated[str, Meta(max_length=64)] = ""
 
 
 # --- to an app agent ------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ nothing is read that could not be passed on.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import secrets
 import socket
@@ -21,26 +22,34 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha256
 from ipaddress import ip_address
+from math import isfinite
 from pathlib import Path
 
 import structlog
 from msgspec import Struct
 
+from node_agent.workers.shim import SPARE_FD
 from node_agent.workers.terminal import READ_BYTES, FrameError, frame, frames, keep_watch
+from protocol.clock import boot_id
 from protocol.messages import TaskId, TerminalDoor
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
 #: From the answer to the connection.
 TOKEN_S = 30.0
-TOKENS_MAX = 256
+#: On the whole, and of one task: the oldest of these makes room.
+TOKENS_MAX, TOKENS_OF_TASK_MAX = 256, 8
 #: For a connection to say its token; TLS comes first.
 GREETING_S = 10.0
 CONNECTIONS_MAX = 256
+#: Connections that have said no token yet; the oldest makes room for a new one.
+STRANGERS_MAX = 64
+#: Fewer than a supervisor serves (`terminal.VISITORS_MAX`), so that it hears the node agent's questions, too.
+VISITS_OF_TASK_MAX = 6
 #: For the last words of a connection to arrive.
 FAREWELL_S = 5.0
-#: For a supervisor to answer a question.
-ANSWER_S = 5.0
+#: For a supervisor to answer a question, and the most that it may say.
+ANSWER_S, ANSWER_BYTES_MAX = 5.0, 64
 #: The certificate is known by its fingerprint, so its end matters to no one.
 CERTIFICATE_DAYS = 36_500
 SOCKET_NAME = "terminal.sock"
@@ -71,24 +80,34 @@ def _within(folder: Path) -> Iterator[str]:
 
 
 def listen(folder: Path) -> int:
-    """Return a descriptor of a new listening socket in the record of a task, for its supervisor."""
+    """Return a descriptor of a new listening socket in the record of a task, for its supervisor.
+
+    Its number is none that a supervisor has a use for: those are given out one after the other when one is started.
+    """
     with _within(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)  # in a folder that no other user may pass through
         listener.listen()
-        return listener.detach()
+        return fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, SPARE_FD)
 
 
 def quiet_s(folder: Path) -> float | None:
-    """Return for how long nothing was typed or shown in the terminal of a task; None if it does not say. Waits."""
+    """Return for how long nothing was typed or shown in the terminal of a task; None if it does not say. Waits.
+
+    The answer comes from a process of the user's, who may have it say anything, or nothing.
+    """
+    by, data = time.monotonic() + ANSWER_S, b""
     try:
         with _connected(folder) as terminal:
             terminal.sendall(frame(b"q"))
-            data = b""
-            while more := terminal.recv(64):
+            while (room := ANSWER_BYTES_MAX - len(data)) > 0 and (left_s := by - time.monotonic()) > 0:
+                terminal.settimeout(left_s)
+                if not (more := terminal.recv(room)):
+                    break
                 data += more
                 for kind, content in frames(data)[0]:
                     if kind == b"i":
-                        return float(content)
+                        said_s = float(content)
+                        return said_s if isfinite(said_s) and said_s >= 0 else None
     except (OSError, ValueError, FrameError):
         pass  # it is at its end
     return None
@@ -139,7 +158,9 @@ class Doors:
         self._listen_at, self._address, self._state_dir = listen_at, address, state_dir
         self._tasks, self._folder_of = tasks, folder_of
         self._tokens: dict[bytes, _Token] = {}
-        self._visits: set[asyncio.Task[None]] = set()
+        self._visits: dict[asyncio.Task[None], TaskId | None] = {}  #: with the task; None: no token was said yet
+        self._tls: ssl.SSLContext | None = None
+        self._tried = asyncio.Event()
         self._server: asyncio.Server | None = None
         self._fingerprint = ""
         self._port = 0
@@ -152,25 +173,27 @@ class Doors:
         DoorError
             If that cannot be.
         """
-        if not self._listen_at:
-            return
+        try:
+            if self._listen_at:
+                await self._listen()
+        finally:
+            self._tried.set()
+
+    async def _listen(self) -> None:
         host, _, port = self._listen_at.rpartition(":")
         host = host.strip("[]")
-        context = None
         if not _is_loopback(host):
-            context, self._fingerprint = certified(self._state_dir)
+            self._tls, self._fingerprint = certified(self._state_dir)
         else:
             self._address = host
         try:
-            self._server = await asyncio.start_server(
-                self._accept, host, int(port), ssl=context, ssl_handshake_timeout=GREETING_S if context else None
-            )
+            self._server = await asyncio.start_server(self._accept, host, int(port))
         except OSError as error:
             raise DoorError(
                 f"terminals {self._listen_at} cannot be listened at ({error.strerror}); name another port"
             ) from error
         self._port = self._server.sockets[0].getsockname()[1]
-        log.info("terminals.listening", host=host, port=self._port, tls=context is not None)
+        log.info("terminals.listening", host=host, port=self._port, tls=self._tls is not None)
 
     def close(self) -> None:
         """Listen no more, and hang up; the terminals go on."""
@@ -179,30 +202,50 @@ class Doors:
         for visit in self._visits:
             visit.cancel()
 
+    async def why_closed(self, node: str) -> str:
+        """Return why no person can come to a terminal here, once it is known; empty if one can."""
+        if self._listen_at:
+            await self._tried.wait()
+        return "" if self._server is not None else _closed(node)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether persons can come."""
+        return self._server is not None
+
     def open_to(self, query_id: str, task: TaskId, node: str) -> TerminalDoor:
         """Return the way to the terminal of a task, for one person once."""
         if self._server is None:
-            mend = "an administrator sets `terminals` in its node.toml, and looks at its log"
-            why = f"node {node} lets no person to terminals; {mend}"
-            return TerminalDoor(query_id, task, error=why)
+            return TerminalDoor(query_id, task, error=_closed(node))
         if self._folder_of(task) is None:
             why = f"{task} does not run on node {node}, or has no terminal; `gpu-arbiter run --pty` starts one that has"
             return TerminalDoor(query_id, task, error=why)
         now = time.monotonic()
         self._tokens = {token: known for token, known in self._tokens.items() if known.until > now}
+        own = [token for token, known in self._tokens.items() if known.task == task]
+        if len(own) >= TOKENS_OF_TASK_MAX:
+            del self._tokens[own[0]]
         if len(self._tokens) >= TOKENS_MAX:
             return TerminalDoor(query_id, task, error=f"too many persons ask for terminals of node {node}; try again")
         token = secrets.token_hex(24)
         self._tokens[sha256(token.encode()).digest()] = _Token(task, now + TOKEN_S)
-        return TerminalDoor(query_id, task, self._address, self._port, token, self._fingerprint)
+        return TerminalDoor(query_id, task, self._address, self._port, token, self._fingerprint, boot_id=boot_id())
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Count a connection before anything else is done for it; TLS, too, costs memory."""
+        if self._tls is not None:
+            assert isinstance(writer.transport, asyncio.Transport), "a socket's transport reads and writes"
+            writer.transport.pause_reading()  # what comes first is for TLS
+        strangers = [visit for visit, task in self._visits.items() if task is None]
+        if len(strangers) >= STRANGERS_MAX:
+            del self._visits[strangers[0]]
+            strangers[0].cancel()
         if len(self._visits) >= CONNECTIONS_MAX:
             writer.transport.abort()
             return
         visit = self._tasks.create_task(self._receive(reader, writer), name="visit at a terminal")
-        self._visits.add(visit)
-        visit.add_done_callback(self._visits.discard)
+        self._visits[visit] = None
+        visit.add_done_callback(lambda _: self._visits.pop(visit, None))
         visit.add_done_callback(lambda _: writer.transport.abort())
 
     async def _receive(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -210,12 +253,18 @@ class Doors:
         with suppress(OSError, TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             keep_watch(writer.get_extra_info("socket"))
             async with asyncio.timeout(GREETING_S):
+                if self._tls is not None:
+                    await writer.start_tls(self._tls, ssl_handshake_timeout=GREETING_S)
                 said = await reader.readuntil(b"\n")
             known = self._tokens.pop(sha256(said.strip()).digest(), None)
             folder = self._folder_of(known.task) if known is not None and known.until > time.monotonic() else None
-            if known is None or folder is None:
+            visits = 0 if known is None else list(self._visits.values()).count(known.task)
+            if known is None or folder is None or visits >= VISITS_OF_TASK_MAX:
                 log.warning("terminal.refused", peer=writer.get_extra_info("peername"))
                 return
+            visit = asyncio.current_task()
+            assert visit is not None, "this is a task"
+            self._visits[visit] = known.task
             log.info("terminal.attached", task=known.task)
             with _within(folder) as path:
                 from_task, to_task = await asyncio.open_unix_connection(path)
@@ -254,6 +303,11 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     while data := await reader.read(READ_BYTES):
         writer.write(data)
         await writer.drain()
+
+
+def _closed(node: str) -> str:
+    mend = "an administrator sets `terminals` in its node.toml, and looks at its log"
+    return f"node {node} lets no person to terminals; {mend}"
 
 
 def _is_loopback(host: str) -> bool:

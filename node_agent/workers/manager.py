@@ -85,6 +85,8 @@ MPS_LOOK_S = 5.0
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR", "LD_LIBRARY_PATH")
 #: Between two looks at terminals that are quiet.
 TERMINALS_LOOK_S = 1.0
+#: Between two attempts to listen for persons who come to terminals.
+OPEN_AGAIN_S = 10.0
 #: In the state directory: the containment in force.
 STANDING = "containment.json"
 #: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
@@ -226,6 +228,7 @@ class Workers:
     async def start(self, effect: StartWorker) -> None:
         """Start the task's process and post the outcome."""
         try:
+            await self._check_door(effect.launch.terminal)
             memory = await asyncio.to_thread(self._offer_memory, effect)
             spec = self._spec(effect, memory, await self._offer_mps(effect))
             if self._launcher is None:
@@ -323,12 +326,14 @@ class Workers:
 
     async def watch_terminals(self) -> None:
         """Let persons come to terminals, and post which of these are quiet, until cancelled."""
-        try:
-            await self._doors.open()
-        except doors.DoorError as error:  # training goes on without
-            log.warning("terminals.closed", reason=str(error))
+        reason, again_at = "", 0.0
         try:
             while True:
+                if not self._doors.is_open and time.monotonic() >= again_at:
+                    again_at = time.monotonic() + OPEN_AGAIN_S
+                    before, reason = reason, await self._open_doors()
+                    if reason and reason != before:  # training goes on without
+                        log.warning("terminals.closed", reason=reason)
                 for task, worker in list(self._workers.items()):
                     folder = self._terminal_of(task)
                     if folder is not None and worker.spec.idle_s > 0:
@@ -338,6 +343,14 @@ class Workers:
                 await asyncio.sleep(TERMINALS_LOOK_S)
         finally:
             self._doors.close()
+
+    async def _open_doors(self) -> str:
+        """Listen for persons who come to terminals; return why that cannot be."""
+        try:
+            await self._doors.open()
+        except doors.DoorError as error:
+            return str(error)
+        return ""
 
     async def bound_logs(self) -> None:
         """Keep each log within its bound, until cancelled: also those of workers that were adopted, or are over."""
@@ -449,6 +462,11 @@ class Workers:
             terminal=launch.terminal is not None,
             idle_s=self._idle_s(launch.terminal),
         )
+
+    async def _check_door(self, terminal: Terminal | None) -> None:
+        """Raise `CannotStart` for a program whose terminal no person could come to."""
+        if terminal is not None and (why := await self._doors.why_closed(self._settings.node)):
+            raise CannotStart(why)
 
     def _idle_s(self, terminal: Terminal | None) -> float:
         """Return after how long without use a terminal ends: as its owner wishes, within what the node allows."""

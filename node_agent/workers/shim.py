@@ -296,6 +296,8 @@ def receive(place: str) -> Json:
         while more := launcher.recv(2**16):
             data += more
     spare = [os.dup2(one, SPARE_FD + number) for number, one in enumerate(found)]
+    for one in found:  # the task would inherit them
+        os.close(one)
     for source, target in zip(spare, (LOG_FD, EXIT_FD, LOCK_FD, 1, TERMINAL_FD), strict=False):
         os.dup2(source, target)
     os.closerange(SPARE_FD, SPARE_FD + len(found))

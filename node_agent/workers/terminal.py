@@ -38,6 +38,8 @@ VISITORS_MAX = 8
 FAREWELL_S = 2.0
 #: A connection whose other side does not answer any more is dropped after about so long.
 SILENT_S = 30
+#: The longest turn: processes that have ended and came to this one as orphans are collected after each.
+TURN_MS = 1000
 _HEAD = struct.Struct(">cI")
 _SIZE = struct.Struct(">HH")
 
@@ -184,9 +186,11 @@ class Terminal:
         poll.register(self._master, select.POLLIN * has_room | select.POLLOUT * bool(self._typed))
         by_number = {visitor.connection.fileno(): visitor for visitor in self._visitors}
         for number, visitor in by_number.items():
-            reads = len(self._typed) < WAITING_BYTES_MAX and not visitor.leaves
+            # What the program does not take yet holds back the person who types, and no one else.
+            has_room = visitor is not shown_to or len(self._typed) < WAITING_BYTES_MAX
+            reads = has_room and len(visitor.outbox) < WAITING_BYTES_MAX and not visitor.leaves
             poll.register(number, select.POLLIN * reads | select.POLLOUT * bool(visitor.outbox))
-        for number, event in poll.poll():
+        for number, event in poll.poll(TURN_MS):
             if number == self._listener.fileno():
                 self._welcome()
             elif number == self._master:

@@ -534,7 +534,7 @@ def test_a_log_is_fetched_from_the_node_that_has_it_and_returned_to_who_asked() 
     assert counter.queries.deliver(Party("node", "n1"), LogChunk("q7", TaskId("x"), 0, b"", 0, ended=True)) == []
 
 
-DOOR = TerminalDoor("q8", TaskId("ana-1.0-a0"), "gpu-1", 7073, "0f" * 24, "5e" * 32)
+DOOR = TerminalDoor("q8", TaskId("ana-1.0-a0"), "gpu-1", 7073, "0f" * 24, "5e" * 32, boot_id="b00t")
 
 
 def test_the_way_to_a_terminal_comes_from_the_node_that_has_it_and_is_told_to_the_owner_who_asked() -> None:
@@ -546,7 +546,7 @@ def test_the_way_to_a_terminal_comes_from_the_node_that_has_it_and_is_told_to_th
     assert isinstance(answer.message, Answer)
     told = msgspec.json.decode(answer.message.document)
     assert told == {"schema": "terminal/v1", "task": "ana-1.0-a0"} | {
-        field: getattr(DOOR, field) for field in ("address", "port", "token", "fingerprint")
+        field: getattr(DOOR, field) for field in ("address", "port", "token", "fingerprint", "boot_id")
     }
 
 

@@ -236,7 +236,12 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
     ),
     (APP, Act("q2", "drain", "n1", "s-4711", "new memory", force=True)),
     (NODE, LogChunk("q1", _TASK, 4096, b"epoch 1\n\xff\x00", 5000, ended=True, dropped=512)),
-    (NODE, TerminalDoor("q1", _TASK, "gpu-1", 7073, "0f" * 24, "5e" * 32, "it is being started", soon=True)),
+    (
+        NODE,
+        TerminalDoor(
+            "q1", _TASK, "gpu-1", 7073, "0f" * 24, "5e" * 32, "it is being started", soon=True, boot_id="b00t"
+        ),
+    ),
     (ARBITER, Probe(_APP, RoundId(5), 3, 8, 2.5, 60.0, 1.0)),
     (
         ARBITER,

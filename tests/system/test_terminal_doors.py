@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
+import subprocess
+import sys
 import time
+import tty
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import asdict, replace
 
 from launch import terminals
 from launch.faults import Fault
-from node_agent.workers import doors
+from node_agent.workers import doors, manager, shim, terminal
 from node_agent.workers.terminal import FRAME_BYTES_MAX, READ_BYTES, FrameError, frame, frames, window
-from protocol.messages import TaskOrder, Terminal, TerminalDoor
+from protocol import exit_codes
+from protocol.clock import boot_id
+from protocol.messages import TaskId, TaskOrder, Terminal, TerminalDoor
 from tests.support.node_site import Site, node_site, task_order
 from tests.support.patience import PATIENCE_S
 
@@ -79,7 +87,8 @@ class Visit:
 
 async def visit(door: TerminalDoor) -> Visit:
     made = Visit(await asyncio.to_thread(terminals.connected, asdict(door)))
-    await made.send(window(30, 100))
+    with suppress(ConnectionError):  # it may have been refused by now
+        await made.send(window(30, 100))
     return made
 
 
@@ -192,25 +201,276 @@ async def test_a_visitor_who_reads_nothing_holds_the_program_back_and_one_who_le
             await asyncio.sleep(0.1)
 
 
-async def test_a_node_that_lets_no_one_to_terminals_and_a_task_without_one_say_so(tmp_path: Path) -> None:
-    async with node_site(tmp_path) as site:
-        await site.plan(shell(tmp_path))
-        await site.phase(TASK, "running")
-        assert "an administrator sets `terminals`" in (await site.door(TASK)).error
-    async with node_site(tmp_path / "other", **LOOPBACK) as site:
-        (tmp_path / "other").mkdir(exist_ok=True)
+async def test_a_task_without_a_terminal_says_so(tmp_path: Path) -> None:
+    async with node_site(tmp_path, **LOOPBACK) as site:
         await site.plan(task_order(tmp_path, TASK, "/bin/sleep", "1000"))
         await site.phase(TASK, "running")
         assert "has no terminal" in (await site.door(TASK)).error
         assert "does not run on node n1" in (await site.door("ana-x1.0-a7")).error
 
 
-async def test_a_port_that_another_program_has_costs_the_terminals_and_no_training(tmp_path: Path) -> None:
+async def test_a_node_that_lets_no_one_to_terminals_starts_no_program_that_needs_one(tmp_path: Path) -> None:
+    async with node_site(tmp_path) as site:
+        await site.plan(shell(tmp_path))
+        assert "an administrator sets `terminals`" in (await site.exited(TASK)).reason
+
+
+async def test_a_shell_of_a_node_that_lets_no_one_in_any_more_goes_on(tmp_path: Path) -> None:
+    order = shell(tmp_path)
+    async with node_site(tmp_path, end_workers=False, **LOOPBACK) as site:
+        await begun(site, order)
+    async with node_site(tmp_path) as site:
+        site.epoch = 2
+        await site.plan(order)
+        await site.phase(TASK, "running")
+        assert "an administrator sets `terminals`" in (await site.door(TASK)).error
+
+
+async def test_a_port_that_another_program_has_costs_the_terminals_and_no_training_until_it_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manager, "OPEN_AGAIN_S", 0.1)
     with socket.create_server(("127.0.0.1", 0)) as other:
         async with node_site(tmp_path, terminals=f"127.0.0.1:{other.getsockname()[1]}") as site:
-            await site.plan(shell(tmp_path))
+            await site.plan(task_order(tmp_path, TASK, "/bin/sleep", "1000"))
             await site.phase(TASK, "running")
             assert "lets no person to terminals" in (await site.door(TASK)).error
+            other.close()
+            by = time.monotonic() + PATIENCE_S
+            while "lets no person" in (await site.door(TASK)).error:
+                assert time.monotonic() < by, "it does not listen"
+                await asyncio.sleep(0.1)
+
+
+# --- what other processes may do to it, without a whole node agent ----------------------------------------------------
+
+
+def test_the_door_of_another_host_without_tls_is_not_knocked_at() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as own:
+        own.settimeout(0.0)
+        port = own.getsockname()[1]
+        for boot in ("", "0f0f-another"):
+            door = TerminalDoor("q", TaskId(TASK), "127.0.0.1", port, "0f" * 24, boot_id=boot)
+            with pytest.raises(Fault, match="of the node alone, and this is another host"):
+                terminals.connected(asdict(door))
+            with pytest.raises(BlockingIOError):  # no connection has come
+                own.accept()
+        terminals.connected(asdict(replace(door, boot_id=boot_id()))).close()
+
+
+async def test_connections_that_say_nothing_are_few_and_the_oldest_makes_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography")
+    monkeypatch.setattr(doors, "STRANGERS_MAX", 3)
+    monkeypatch.setattr(doors, "GREETING_S", 10 * PATIENCE_S)
+    async with asyncio.TaskGroup() as group:
+        place = doors.Doors("0.0.0.0:0", "127.0.0.1", tmp_path, group, lambda task: tmp_path)
+        await place.open()
+        door = place.open_to("q", TaskId(TASK), "n1")
+        silent = [Visit(socket.create_connection((door.address, door.port))) for _ in range(8)]
+        for stranger in silent[:5]:
+            assert await stranger.ends() == b""
+        listener = doors.listen(tmp_path)
+        with socket.socket(fileno=listener) as terminal:
+            person = await visit(door)
+            inside, _ = await asyncio.to_thread(terminal.accept)
+            with inside:
+                assert await asyncio.to_thread(inside.recv, 64) == window(30, 100)
+                inside.sendall(frame(b"d", b"hello"))
+                await person.sees("hello")
+        place.close()
+
+
+async def test_one_task_takes_neither_all_tokens_nor_all_places(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group:
+        place = doors.Doors("127.0.0.1:0", "", tmp_path, group, lambda task: tmp_path)
+        await place.open()
+        ways = [place.open_to("q", TaskId(TASK), "n1") for _ in range(doors.TOKENS_MAX + 1)]
+        assert not any(way.error for way in ways)
+        assert await (await visit(ways[0])).ends() == b"", "the oldest tokens have made room"
+        with socket.socket(fileno=doors.listen(tmp_path)) as terminal:
+            terminal.settimeout(PATIENCE_S)
+            for way in ways[-doors.VISITS_OF_TASK_MAX :]:
+                await visit(way)
+                inside, _ = await asyncio.to_thread(terminal.accept)
+                CONNECTIONS.append(inside)
+            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b""
+        place.close()
+
+
+def test_ctrl_c_after_a_lost_connection_leaves_the_app_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    came = iter((True, False))
+
+    class Client:
+        def outlast(self, *words: object) -> SimpleNamespace:
+            return SimpleNamespace(over=False)
+
+        def query(self, *words: object) -> None: ...
+
+    @contextmanager
+    def open_client(path: Path) -> Iterator[Client]:
+        if not next(came):
+            raise Fault("the node agent is away", code=exit_codes.UNREACHABLE)
+        yield Client()
+
+    def sleep(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminals, "open_client", open_client)
+    monkeypatch.setattr(terminals, "connected", lambda door: socket.socket())
+    monkeypatch.setattr(terminals, "converse", lambda connection: terminals.Parting("lost"))
+    monkeypatch.setattr(terminals.time, "sleep", sleep)
+    try:
+        assert terminals.stay(tmp_path, "ana-1") == exit_codes.DONE
+    except KeyboardInterrupt:
+        pytest.fail("`run` would cancel the app")
+    assert "you have left ana-1, which goes on" in capsys.readouterr().err
+
+
+def test_ctrl_c_before_the_first_visit_is_for_the_command_to_judge(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def open_client(path: Path) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(terminals, "open_client", open_client)
+    with pytest.raises(KeyboardInterrupt):
+        terminals.stay(tmp_path, "ana-1")
+
+
+RECEIVING = """
+import os, sys
+from node_agent.workers import shim
+
+shim.receive(sys.argv[1])
+os.write(1, " ".join(sorted(os.listdir("/proc/self/fd"), key=int)).encode())
+"""
+
+
+def test_a_supervisor_keeps_no_descriptor_of_the_node_agents_but_those_that_it_needs(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as launcher, (tmp_path / "said").open("wb") as said:
+        launcher.bind(str(tmp_path / "socket"))
+        launcher.listen()
+        command = [sys.executable, "-c", RECEIVING, str(tmp_path / "socket")]
+        with subprocess.Popen(command, stdin=subprocess.DEVNULL) as supervisor:
+            with launcher.accept()[0] as connection:
+                socket.send_fds(connection, [b"{}"], [said.fileno()] * 5)
+            assert supervisor.wait(PATIENCE_S) == 0
+    listed = (tmp_path / "said").read_text().split()
+    numbers = (0, 1, 2, shim.LOCK_FD, shim.LOG_FD, shim.EXIT_FD, shim.TERMINAL_FD)
+    assert set(map(str, numbers)) <= set(listed)
+    assert len(listed) == len(numbers) + 1, "and the list itself"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        frame(b"i", b"inf"),
+        frame(b"i", b"nan"),
+        frame(b"i", b"-1"),
+        frame(b"i", b"1e999"),
+        frame(b"x") * 40 + frame(b"i", b"1"),
+    ],
+)
+def test_what_a_supervisor_says_of_its_terminal_is_read_within_bounds(tmp_path: Path, said: bytes) -> None:
+    with answering(tmp_path, said):
+        assert doors.quiet_s(tmp_path) is None
+
+
+def test_what_an_honest_supervisor_says_of_its_terminal_is_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
+    with answering(tmp_path, frame(b"i", b"12.5")):
+        assert doors.quiet_s(tmp_path) == 12.5
+
+
+def test_a_supervisor_that_says_a_byte_at_a_time_has_one_deadline_for_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "ANSWER_S", 0.2)
+    with answering(tmp_path, frame(b"i", b"1" * 20), pause_s=0.1):
+        assert doors.quiet_s(tmp_path) is None
+
+
+@contextmanager
+def answering(folder: Path, said: bytes, pause_s: float = 0.0) -> Iterator[None]:
+    """The socket of a terminal whose other end answers one question so; byte by byte if there is a pause."""
+
+    def answer() -> None:
+        with terminal.accept()[0] as asker, suppress(OSError):
+            asker.recv(64)
+            for part in [said[at : at + 1] for at in range(len(said))] if pause_s else [said]:
+                asker.sendall(part)
+                time.sleep(pause_s)
+
+    with socket.socket(fileno=doors.listen(folder)) as terminal:
+        thread = Thread(target=answer)
+        thread.start()
+        yield
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+
+
+def test_the_socket_of_a_terminal_has_no_number_that_its_supervisor_needs(tmp_path: Path) -> None:
+    listener = doors.listen(tmp_path)
+    try:
+        assert listener >= shim.SPARE_FD
+        assert not os.get_inheritable(listener)
+    finally:
+        os.close(listener)
+
+
+@contextmanager
+def serving(folder: Path) -> Iterator[terminal.Terminal]:
+    """A terminal whose program reads nothing."""
+    log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
+    made = terminal.Terminal(doors.listen(folder), log)
+    tty.setraw(made.slave)
+    alive, wake = os.pipe()
+    over = Event()
+
+    def serve() -> None:
+        while not over.is_set():
+            made._turn(alive)
+
+    thread = Thread(target=serve)
+    thread.start()
+    try:
+        yield made
+    finally:
+        over.set()
+        os.write(wake, b"!")
+        thread.join(PATIENCE_S)
+        for one in (alive, wake, log, made.slave, made._master):
+            os.close(one)
+        made._listener.close()
+        for visitor in made._visitors:
+            visitor.connection.close()
+
+
+def test_a_program_that_takes_no_input_keeps_no_other_visitor_from_its_terminal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
+    with serving(tmp_path), doors._connected(tmp_path) as person:
+        person.sendall(window(30, 100))
+        person.settimeout(1.0)
+        with pytest.raises(TimeoutError):  # it is held back
+            person.sendall(frame(b"d", b"x" * READ_BYTES) * 1000)
+        assert doors.quiet_s(tmp_path) is not None
+
+
+def test_a_visitor_who_asks_and_reads_nothing_is_held_back(tmp_path: Path) -> None:
+    with serving(tmp_path) as made, doors._connected(tmp_path) as person:
+        person.settimeout(1.0)
+        with suppress(TimeoutError):
+            person.sendall(frame(b"q") * 200_000)
+        (visitor,) = made._visitors
+        assert len(visitor.outbox) < 2 * terminal.WAITING_BYTES_MAX
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
