@@ -68,6 +68,8 @@ def of_some(times_s: Sequence[float], count: int) -> list[float]:
     than that are left, each counts once.
     """
     rising = sorted(times_s)
+    if not rising:
+        return []
     count = min(count, len(rising))
     longest_s, weight = 0.0, count / len(rising)
     for rank in range(len(rising), count - 1, -1):  # the part of the subsets whose longest is the one of this rank

@@ -249,7 +249,7 @@ def test_a_task_that_no_app_wishes_there_is_not_adopted() -> None:
 def test_a_plan_beyond_the_newest_that_was_sent_says_that_the_journal_forgot_some() -> None:
     """A power cut takes back what was not on the disk yet, epochs never; the numbers of plans of one epoch it may."""
     site = a_site_at_work()
-    sent_seq = site.arbiter.state.nodes["n1"].plan_seq  # type: ignore[index]
+    sent_seq = site.arbiter.state.nodes["n1"].plan_seq
     effects = report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seq + 1))
     assert taken(effects) == [EpochTaken(2, OURS)]
 
@@ -299,39 +299,38 @@ def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> N
     assert [order for order in plan.tasks if order.task == "ana-1.0-a0"] == []
 
 
-def test_each_node_that_knows_more_is_told_from_those_that_do_not() -> None:
+def three_nodes_after_a_power_cut() -> tuple[Site, dict[str, int]]:
+    """A site of n1, where ana trains, n2 and n3, and the number of the newest plan that its journal knows of each."""
     site = a_site_at_work()
     for node in ("n2", "n3"):
         site.node(node, 1, site=OURS)
     site.wait(5.0)
-    backup = site.arbiter.snapshot()
-    sent_seqs = {name: node.plan_seq for name, node in site.arbiter.state.nodes.items()}
-    after_a_power_cut(site, backup)
-    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))  # type: ignore[index]
+    sent_seqs = {str(name): node.plan_seq for name, node in site.arbiter.state.nodes.items()}
+    after_a_power_cut(site, site.arbiter.snapshot())
+    return site, sent_seqs
+
+
+def test_each_node_that_knows_more_is_told_from_those_that_do_not() -> None:
+    site, sent_seqs = three_nodes_after_a_power_cut()
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))
     assert site.arbiter.state.epoch == 2, "n1 has heard of nothing that the journal does not know"
-    site.node("n2", 1, site=OURS, plan=(1, sent_seqs["n2"] + 1))  # type: ignore[index]
+    site.node("n2", 1, site=OURS, plan=(1, sent_seqs["n2"] + 1))
     assert site.arbiter.state.epoch == 3
-    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))  # type: ignore[index]
+    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))
     assert site.arbiter.state.epoch == 3, "once is enough"
     plans = {plan.node: plan for plan in sent(site.wait(25.0), NodePlan)}
-    assert plans["n2"].after == sent_seqs["n2"] + 1  # type: ignore[index]
-    assert plans["n3"].after == sent_seqs["n3"] + 7  # type: ignore[index]
+    assert plans["n2"].after == sent_seqs["n2"] + 1
+    assert plans["n3"].after == sent_seqs["n3"] + 7
 
 
 def test_a_node_that_obeyed_this_arbiter_before_another_showed_it_a_newer_epoch_goes_on_obeying() -> None:
     """n1 and n2 have lost nothing, and obey epoch 2; then n3 tells of a plan that a power cut took from the journal."""
-    site = a_site_at_work()
-    for node in ("n2", "n3"):
-        site.node(node, 1, site=OURS)
-    site.wait(5.0)
-    backup = site.arbiter.snapshot()
-    sent_seqs = {name: node.plan_seq for name, node in site.arbiter.state.nodes.items()}
-    after_a_power_cut(site, backup)
-    effects = report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))  # type: ignore[index]
+    site, sent_seqs = three_nodes_after_a_power_cut()
+    effects = report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(1, sent_seqs["n1"]))
     effects += site.wait(5.0)
     obeyed = site.plans["n1"]
     assert obeyed.epoch == 2
-    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))  # type: ignore[index]
+    site.node("n3", 1, site=OURS, plan=(1, sent_seqs["n3"] + 7))
     assert site.arbiter.state.epoch == 3
     report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(obeyed.epoch, obeyed.seq))
     site.wait(25.0)

@@ -103,6 +103,7 @@ def test_the_longest_of_some_is_the_mean_over_all_ways_to_choose_them(count: int
 
 def test_where_fewer_trials_are_left_than_have_room_each_counts_once() -> None:
     assert of_some([2.0, 4.0], 3) == [4.0, 2.0]
+    assert of_some([], 3) == []
 
 
 def test_trials_that_were_dropped_say_nothing_of_phases_to_come() -> None:

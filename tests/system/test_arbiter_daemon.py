@@ -211,6 +211,7 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
         ),
         ("[arbiter]\ntenants_only = true\n", "arbiter.tenants_only is true and no tenant is named"),
         ("history = 'perhaps'\n", "history"),
+        ("[arbiter]\nrestatements_per_s = 1e-300\n", "arbiter.restatements_per_s is 1e-300; give 0.01 or more"),
         ("[arbiter]\nseats = 0\n", "arbiter.seats is 0; give how many jobs may share a GPU, 1 to 64"),
         ("[arbiter]\nquantum_s = 0.0\n", "quantum_s is 0"),
         ("[arbiter]\nsharing = 'sometimes'\n", "arbiter.sharing"),
