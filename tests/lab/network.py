@@ -1,7 +1,7 @@
 """Hosts as network namespaces, joined by virtual cables that can be cut. Needs root and iproute2.
 
 Each network is a bridge in a namespace of its own, and each host has a cable to each network that it is on. A cable
-that is cut loses every packet, and nobody is told: connections stay open at both ends, as when a switch dies.
+that is cut loses every packet, and no program is told: connections stay open at both ends, as when a switch dies.
 """
 
 from __future__ import annotations

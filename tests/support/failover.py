@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +22,7 @@ from arbiter.core.arbiter import Arbiter, Event
 from arbiter.ledger import Ledger
 from protocol.journal.database import Postgres
 from protocol.journal.postgres import PostgresJournal
-from protocol.messages import ARBITER, EventFilter
+from protocol.messages import EventFilter
 from tests.support import telling_steps
 from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, started, until
 from tests.support.patience import PATIENCE_S
@@ -37,7 +37,6 @@ POLICY = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease", "o
 LONG, SHORT = 400, 3
 #: Of the arbiters.
 HOSTS = ("host-a", "host-b")
-NO_PORTS: Mapping[str, int] = {}
 #: In a standby's log, once it is one.
 FOLLOWS = "journal.replayed"
 
@@ -98,14 +97,12 @@ class Pair(Cluster):
         broker: PrivateRabbitMQ,
         vhost: str,
         url: str,
-        ports: Mapping[str, int] = NO_PORTS,
     ) -> None:
         super().__init__(folder, broker, vhost, POLICY, gpus_per_node=GPUS_PER_NODE)
         self.url = self.url_here = url  #: of the database, for the arbiters and for this process
         self.arbiters = []
         for name in HOSTS:
-            bus = broker.url(ARBITER.user, vhost, port=ports.get(name))
-            config = replace(self.site.arbiter, journal=url, state_dir=str(folder / name), bus=bus)
+            config = replace(self.site.arbiter, journal=url, state_dir=str(folder / name))
             self.arbiters.append(DaemonProcess("arbiter", config, folder, name))
 
     @property
@@ -250,14 +247,9 @@ def look_at(url: str) -> tuple[int, int, int]:
 
 
 @contextmanager
-def running_pair(
-    folder: Path, broker: PrivateRabbitMQ, vhost: str, server: PrivatePostgres, ports: Mapping[str, int] = NO_PORTS
-) -> Iterator[Pair]:
-    """A pair that is ready, at work, and witnessed; nothing of it is left behind.
-
-    An arbiter in `ports` reaches the broker by way of that port of this host.
-    """
-    with started(Pair(folder, broker, vhost, server.database(), ports)) as pair:
+def running_pair(folder: Path, broker: PrivateRabbitMQ, vhost: str, server: PrivatePostgres) -> Iterator[Pair]:
+    """A pair that is ready, at work, and witnessed; nothing of it is left behind."""
+    with started(Pair(folder, broker, vhost, server.database())) as pair:
         for arbiter in pair.arbiters:
             pair.wait_follows(arbiter, 1)
         server.sql(pair.url.rpartition("/")[2], WITNESSES)

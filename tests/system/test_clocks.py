@@ -1,4 +1,4 @@
-"""Daemons that stand still for longer than their timeouts, and wall clocks that jump: nobody who trains has noticed.
+"""Daemons that stand still for longer than their timeouts, and wall clocks that jump: no task is harmed.
 
 The site is that of `test_survival`. A leader with a standby that stands still: test_failover.py.
 """

@@ -1,4 +1,4 @@
-"""The lab: links are cut, and leadership goes to and fro between two hosts; nobody who trains has noticed."""
+"""The lab: links are cut, and leadership goes to and fro between two hosts; no task is harmed."""
 
 from __future__ import annotations
 
