@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import pytest
 from msgspec.structs import replace
 
@@ -48,6 +50,10 @@ def crash(node: SharedNode, task: TaskId, **more: object) -> None:
 def adopted(task: str, note: WorkerNote = WorkerNote(hello=True)) -> AdoptedWorker:  # noqa: B008 - it is frozen
     job, _, _ = task.rpartition("-a")
     return AdoptedWorker(TaskId(task), AppId(job.partition(".")[0]), JobId(job), 0, (gpu(0),), note, 10.0, mps=True)
+
+
+def is_note_of(effect: object, task: str) -> TypeGuard[NoteWorker]:
+    return isinstance(effect, NoteWorker) and effect.task == task
 
 
 def again(node: SharedNode, task: TaskId) -> StartWorker:
@@ -164,7 +170,10 @@ def test_an_end_that_is_told_again_is_judged_alike_and_ends_no_client_that_came_
     assert bench.status(names[0]).outcome == outcome
 
     after = Bench(gpus=1)
-    after.adopt(adopted(names[0], note), adopted("c-1.0-a0"))
+    kept = [
+        each.note for each in after.adopt(adopted(names[0], note), adopted("c-1.0-a0")) if is_note_of(each, names[0])
+    ]
+    assert [each.verdict for each in kept if not each.verdict] == [], "the next node agent but one would not know"
     effects = after.say(WorkerGone(TaskId(names[0]), exit_code=1, tail=CRASH, mps_fault="its state is FAULT"))
     assert not [each for each in effects if isinstance(each, SignalWorker)], "c began after that end"
     assert after.status(names[0]).outcome == outcome

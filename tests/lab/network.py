@@ -11,7 +11,8 @@ import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from typing import Self
+
+from tests.support.startable import Startable
 
 
 def missing() -> str:
@@ -29,7 +30,7 @@ def missing() -> str:
     return f"`ip netns` does not work here: {tried.stderr.strip()}" if tried.returncode else ""
 
 
-class Network:
+class Network(Startable):
     """Hosts and the networks that they are on.
 
     Parameters
@@ -50,24 +51,17 @@ class Network:
             for host in on[name]
         }
 
-    def __enter__(self) -> Self:
-        try:
-            self._make("net")
-            for name in dict.fromkeys(name for _host, name in self.addresses):
-                self._ip("net", "link", "add", f"br-{name}", "type", "bridge")
-                self._ip("net", "link", "set", f"br-{name}", "up")
-            for host in self._hosts:
-                self._make(host)
-                self._ip(host, "link", "set", "lo", "up")
-            for (host, name), address in self.addresses.items():
-                self._lay(host, name, address)
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def start(self) -> None:
+        """Make the hosts, the networks and all cables."""
+        self._make("net")
+        for name in dict.fromkeys(name for _host, name in self.addresses):
+            self._ip("net", "link", "add", f"br-{name}", "type", "bridge")
+            self._ip("net", "link", "set", f"br-{name}", "up")
+        for host in self._hosts:
+            self._make(host)
+            self._ip(host, "link", "set", "lo", "up")
+        for (host, name), address in self.addresses.items():
+            self._lay(host, name, address)
 
     def within(self, host: str) -> Sequence[str]:
         """Return the beginning of a command that runs on a host."""

@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Self
 
 from tests.support.rabbitmq import _die_with_parent, free_port
+from tests.support.startable import Startable
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path("/nowhere"))
 START_TIMEOUT_S = 60.0
@@ -43,7 +43,7 @@ def _as_another_user() -> Sequence[str]:
     return ("setpriv", f"--reuid={user.pw_uid}", f"--regid={user.pw_gid}", "--clear-groups", "--pdeathsig=KILL")
 
 
-class PrivatePostgres:
+class PrivatePostgres(Startable):
     """One server. `url(database)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
 
     `fsync`: whether a commit waits for the disk, as in earnest; a test that measures nothing need not wait. It listens
@@ -139,17 +139,6 @@ class PrivatePostgres:
         if self._process is not None:
             self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _signal(self, number: signal.Signals) -> None:
         """Signal the server and its children, which are processes of their own."""

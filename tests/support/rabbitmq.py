@@ -17,12 +17,12 @@ import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Self
 
 from protocol.bus.provision import broker_config
 from protocol.messages import Party
 from protocol.topology import Topology
 from tests.support.patience import PATIENCE_S
+from tests.support.startable import Startable
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 START_TIMEOUT_S = 60.0
@@ -94,7 +94,7 @@ def definitions(parties: Iterable[Party], vhosts: Iterable[str], topology: Topol
     }
 
 
-class PrivateRabbitMQ:
+class PrivateRabbitMQ(Startable):
     """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
 
     It listens at `address`, of the host that the command `within` enters; by default of this one.
@@ -189,17 +189,6 @@ class PrivateRabbitMQ:
         self._epmd.kill()
         self._epmd.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def __enter__(self) -> Self:
-        try:
-            self.start()
-        except BaseException:
-            self.close()
-            raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _write_files(self, imported: dict[str, object], memory_max: str) -> None:
         cookie = self.folder / ".erlang.cookie"
