@@ -7,7 +7,6 @@ import secrets
 import socket
 from collections.abc import Callable
 from contextlib import closing
-from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -28,6 +27,7 @@ from protocol.clock import Anchor, Clock, ResumedClock
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import OwnerId, Party
 from protocol.private import state_folder
+from protocol.release import release
 from protocol.shell import Shell
 
 #: Events between two snapshots: a restart replays at most these, about a second's work.
@@ -115,7 +115,7 @@ async def _run(
 def open_journal(config: AppConfig) -> SqliteJournal[Event]:
     """Return the journal of an owner's apps; raises `ConfigError` or `JournalError`."""
     path = state_folder(Path(config.state_dir)) / f"app-{config.owner}.db"
-    return SqliteJournal.of(path, Event, program=version("gpu-arbiter"))
+    return SqliteJournal.of(path, Event, program=release())
 
 
 def restored(journal: SqliteJournal[Event], config: AppConfig) -> tuple[AppHost, Clock]:

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequenc
 from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from pathlib import Path
 from typing import TypeVar
 
@@ -52,6 +51,7 @@ from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query, TerminalDoor
 from protocol.private import state_folder
+from protocol.release import release
 from protocol.shell import Shell
 
 FoundT = TypeVar("FoundT")
@@ -478,12 +478,12 @@ async def _open_store(config: ArbiterConfig) -> AsyncIterator[tuple[Journal[Even
     url = database_url(config)
     if url:
         leader = f"{socket.gethostname()}, process {os.getpid()}"
-        connect = partial(PostgresJournal[Event].of, url, Event, leader=leader, program=version("gpu-arbiter"))
+        connect = partial(PostgresJournal[Event].of, url, Event, leader=leader, program=release())
         shared = await asyncio.to_thread(connect)
         with closing(shared):
             yield shared, Ledger(shared)
         return
-    own: SqliteJournal[Event] = SqliteJournal.of(folder / JOURNAL, Event, program=version("gpu-arbiter"))
+    own: SqliteJournal[Event] = SqliteJournal.of(folder / JOURNAL, Event, program=release())
     with closing(own), closing(Ledger(folder / LEDGER)) as ledger:
         yield own, ledger
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -22,6 +21,7 @@ from protocol.journal.database import READING_LIMIT_S
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import Answer, Party, Query, QueryKind
+from protocol.release import release
 
 #: The arbiter may write while its journal is copied; a torn copy is noticed, and another one made.
 COPIES_MAX = 5
@@ -107,7 +107,7 @@ class Past:
 
 
 def _shared(url: str) -> PostgresJournal[Event]:
-    program = version("gpu-arbiter")
+    program = release()
     return PostgresJournal.of(url, Event, program=program, limit_s=READING_LIMIT_S, read_only=True)
 
 

@@ -33,6 +33,7 @@ from protocol.journal.database import without_password
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import newest_event
 from protocol.messages import Party
+from protocol.release import release
 
 #: The mend where an error's own next step is to run `doctor`.
 MENDS = {
@@ -183,7 +184,7 @@ def _written(journal: Path | str) -> tuple[str, float]:
         return "", newest_event(journal / JOURNAL.name if journal.is_dir() else journal)
     from arbiter.core.arbiter import Event  # heavy
 
-    with PostgresJournal[Event].of(journal, Event, program=version("gpu-arbiter"), read_only=True) as shared:
+    with PostgresJournal[Event].of(journal, Event, program=release(), read_only=True) as shared:
         leader, epoch = shared.leader()
         return f"; {leader} has led last, in epoch {epoch}" if leader else "; no arbiter has led yet", shared.last_now
 

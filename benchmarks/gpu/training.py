@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from app_agent.training import parking
+from benchmarks.gpu.job import digest_of
 from benchmarks.gpu.trainee import Child
 from benchmarks.gpu.trainees import Answer
 
@@ -110,11 +110,8 @@ def loop(child: Child, *, seconds: float, idle_s: float = 0.0) -> Answer:
 
 
 def digest(child: Child) -> Answer:
-    """Return the SHA-256 of all weights and moments."""
-    found = hashlib.sha256()
-    for tensor in child.training.state():
-        found.update(memoryview(tensor.detach().cpu().contiguous().numpy()).cast("B"))
-    return {"sha256": found.hexdigest()}
+    """Return the SHA-256 over those of all weights and moments."""
+    return {"sha256": digest_of(child.training.state())}
 
 
 def memory(child: Child) -> Answer:
@@ -147,15 +144,51 @@ def prepare(child: Child) -> Answer:
 
 
 def park(child: Child) -> Answer:
-    """Park, and say how it went; `refused` is why it did not."""
+    """Park, and say how it went, and how long each phase took (s); `refused` is why it did not."""
+    phases: dict[str, float] = {}
     begun = time.perf_counter()
     try:
-        child.parked = parking.park()
+        with ExitStack() as watched:
+            for name, (owner, function) in PHASES.items():
+                watched.enter_context(_timed(owner, function, name, phases))
+            child.parked = parking.park()
     except parking.ParkRefused as refusal:
         return {"refused": str(refusal)}
     seconds = time.perf_counter() - begun
+    phases["copy"] = phases.pop("take") - phases["release"]
     told = {"refused": "", "bytes": child.parked.bytes, "residue_bytes": child.parked.residue_bytes}
-    return told | {"seconds": seconds} | memory(child)
+    return told | {"seconds": seconds, "phases": phases} | memory(child)
+
+
+#: What parking does, one after the other; `take` copies and then releases. `snapshot` is a part of `find`, and `free`
+#: one of `release`.
+PHASES: dict[str, tuple[Any, str]] = {
+    "find": (parking, "_find"),
+    "snapshot": (torch.cuda, "memory_snapshot"),
+    "claim": (parking, "_claim"),
+    "take": (parking.Parked, "_take"),
+    "release": (parking.Parked, "_release"),
+    "free": (torch.cuda, "empty_cache"),
+}
+
+
+@contextmanager
+def _timed(owner: Any, function: str, name: str, into: dict[str, float]) -> Iterator[None]:
+    """Add to `into` the seconds that each call of a function takes."""
+    real = getattr(owner, function)
+
+    def timed(*arguments: Any) -> Any:
+        begun = time.perf_counter()
+        try:
+            return real(*arguments)
+        finally:
+            into[name] = into.get(name, 0.0) + time.perf_counter() - begun
+
+    setattr(owner, function, timed)
+    try:
+        yield
+    finally:
+        setattr(owner, function, real)
 
 
 def restore(child: Child) -> Answer:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as installed_version
 from typing import Annotated
 
 import typer
 
 from launch.surface import emit, say, wants_json
+from protocol.release import release
 
 
 def add(app: typer.Typer) -> None:
@@ -17,7 +17,7 @@ def add(app: typer.Typer) -> None:
 
 def version(json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False) -> None:
     """Print the version."""
-    number = installed_version("gpu-arbiter")
+    number = release()
     if wants_json(json):
         emit({"schema": "version/v1", "version": number})
     else:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import tempfile
 from contextlib import closing
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -15,6 +14,7 @@ import typer
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, say, wants_json
 from protocol import exit_codes
+from protocol.release import release
 
 if TYPE_CHECKING:
     from arbiter.backup import About
@@ -46,7 +46,7 @@ def backup(
         from launch.site.service import faults
 
         with faults():
-            about = backups.write(load(config), file, program=version("gpu-arbiter"))
+            about = backups.write(load(config), file, program=release())
         if as_json:
             emit(_document("backup/v1", about))
         else:
@@ -75,7 +75,7 @@ def restore(
         from launch.site.service import faults
 
         with faults():
-            about = backups.restore(load(config), file, program=version("gpu-arbiter"), replace=replace)
+            about = backups.restore(load(config), file, program=release(), replace=replace)
         if as_json:
             emit(_document("restored/v1", about))
         else:
@@ -103,8 +103,8 @@ def journal(
         with faults(), tempfile.TemporaryDirectory(prefix="gpu-arbiter-check-") as folder:
             looked_at = file or Path(folder) / "journal.gab"
             if file is None:
-                backups.write(load(config), looked_at, program=version("gpu-arbiter"))
-            with closing(backups.Backup(looked_at, program=version("gpu-arbiter"))) as opened:
+                backups.write(load(config), looked_at, program=release())
+            with closing(backups.Backup(looked_at, program=release())) as opened:
                 about, checked = opened.about, opened.check()
         replayed = f"{plural(checked.events, 'event')} of {about.place} replayed"
         agreed = plural(checked.agreed, "snapshot")

@@ -10,7 +10,7 @@ from benchmarks.gpu.record import Section, Setting
 from benchmarks.gpu.sections.demo import Scale, play
 
 #: 15 layers of 8192 x 8192: 1.007e9 parameters, some 20 GB with gradients, buckets and both moments.
-REAL = Scale("ddp", 250, 6.0, 200.0, ("--device", "cuda", "--ddp", "--width", "8192", "--layers", "15"))
+REAL = Scale("ddp", 200, 4.0, 200.0, ("--device", "cuda", "--ddp", "--width", "8192", "--layers", "15"), 4.0)
 REHEARSED = Scale(
     "ddp", 500, 0.7, 150.0, ("--device", "cpu", "--ddp", "--width", "128", "--layers", "2", "--idle-ms", "15")
 )

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,8 @@ PASSED_ON = ("LD_LIBRARY_PATH", "PYTHONPATH")
 class Scale:
     """How long things take. `steps` of one job; `quantum_s` of a turn; `limit_s` for both jobs together.
 
-    The site's log is ``NAME-SHARING.jsonl``, beside the document.
+    The site's log is ``NAME-SHARING.jsonl``, beside the document. Suspending and resuming may take `overhead_max` of a
+    turn: above 1, so that short jobs take turns whatever those cost.
     """
 
     name: str
@@ -48,9 +50,10 @@ class Scale:
     quantum_s: float
     limit_s: float
     options: tuple[str, ...]
+    overhead_max: float = 0.02
 
 
-REAL = Scale("demo", 800, 4.0, 150.0, ("--device", "cuda", "--passes", "8", "--idle-ms", "15"))
+REAL = Scale("demo", 500, 3.0, 150.0, ("--device", "cuda", "--passes", "8", "--idle-ms", "15"))
 REHEARSED = Scale("demo", 500, 0.7, 150.0, ("--device", "cpu", "--width", "128", "--layers", "2", "--idle-ms", "15"))
 
 
@@ -63,15 +66,15 @@ def run(setting: Setting, section: Section) -> None:
 
 
 def play(setting: Setting, section: Section, scale: Scale, ways: Sequence[Sharing]) -> dict[Sharing, Figures]:
-    """Run two jobs alone, then on a site in each way of sharing; compare what came out, and return what was seen."""
+    """Run two jobs without a site, then on one in each way of sharing; compare their weights, return what was seen."""
     seen: dict[Sharing, Figures] = {}
     with tempfile.TemporaryDirectory(prefix="gpu-arbiter-gpu-demo-") as scratch:
-        alone = {name: _alone(Path(scratch), scale, seed, name) for seed, name in enumerate(NAMES)}
-        section.note(alone_s={name: seconds for name, (_, seconds) in alone.items()})
+        alone, seconds = _without_site(Path(scratch), scale)
+        section.note(without_site_s=seconds)
         for sharing in ways:
             seen[sharing] = _shared(setting, Path(scratch), scale, sharing)
             section.note(**{sharing: seen[sharing]})
-            _judge(section, sharing, seen[sharing], {name: sha256 for name, (sha256, _) in alone.items()})
+            _judge(section, sharing, seen[sharing], alone)
     return seen
 
 
@@ -80,13 +83,22 @@ def _command(folder: Path, scale: Scale, seed: int, name: str) -> tuple[str, ...
     return (sys.executable, str(JOB), *scale.options, *told)
 
 
-def _alone(scratch: Path, scale: Scale, seed: int, name: str) -> tuple[str, float]:
-    """Return the digest of a job's weights with the GPU to itself, and its seconds."""
+def _without_site(scratch: Path, scale: Scale) -> tuple[dict[str, str], float]:
+    """Return the digests of both jobs' weights when nobody suspends them, and the seconds they took side by side."""
     folder = scratch / "alone"
-    folder.mkdir(exist_ok=True)
+    folder.mkdir()
     begun = time.monotonic()
-    subprocess.run(_command(folder, scale, seed, name), check=True, timeout=scale.limit_s, stdout=subprocess.DEVNULL)
-    return (folder / f"{name}.sha256").read_text().strip(), time.monotonic() - begun
+    with ExitStack() as jobs:
+        started = [
+            jobs.enter_context(subprocess.Popen(_command(folder, scale, seed, name), stdout=subprocess.DEVNULL))
+            for seed, name in enumerate(NAMES)
+        ]
+        for job in started:
+            jobs.callback(job.kill)
+        for job in started:
+            if code := job.wait(scale.limit_s):
+                raise RuntimeError(f"a job that runs without a site ended with code {code}")
+    return {name: (folder / f"{name}.sha256").read_text().strip() for name in NAMES}, time.monotonic() - begun
 
 
 def _shared(setting: Setting, scratch: Path, scale: Scale, sharing: Sharing) -> Figures:
@@ -95,6 +107,7 @@ def _shared(setting: Setting, scratch: Path, scale: Scale, sharing: Sharing) -> 
     folder.mkdir()
     rules = replace(settings(LEASE_S), policy="gandiva", sharing=sharing, quantum_s=scale.quantum_s)
     site = local_site(folder, nodes=1, gpus=setting.gpus, owner="bench", settings=rules)
+    site = replace(site, nodes=(replace(site.nodes[0], slice_overhead_max=scale.overhead_max),))
     with (setting.out / f"{scale.name}-{sharing}.jsonl").open("w") as log:
         log_lines.configure(json=True, stream=log)
         with in_process(site, memory_bus()) as check:

@@ -21,7 +21,8 @@ from protocol.messages import GpuId
 
 #: Mini-batch times (s). The first is too fast for what a device tells, and must then be unknown.
 PERIODS_S = (0.25, 0.8, 2.5)
-WINDOW_S = 40.0
+#: How long each is watched: for so many mini-batches, and no shorter than this.
+WINDOW_PERIODS, WINDOW_S = 12, 22.0
 #: Of the true period: what counts as found, and what as wrong.
 COUNTER_ERROR, DEVICE_ERROR, WRONG = 0.03, 0.05, 0.1
 #: Work takes this share of a mini-batch; the rest stands for the loading of data.
@@ -76,7 +77,7 @@ def _judge(section: Section, found: Figures) -> None:
 
 
 def _paced(setting: Setting, backend: DeviceBackend, period_s: float) -> Figures:
-    window_s = setting.pick(WINDOW_S, 22.0)
+    window_s = max(WINDOW_S, WINDOW_PERIODS * period_s)
     with trainee(setting.device, f"period {period_s:g}") as one:
         one.ask(begin_small)
         gpu = _gpu(backend, one)
@@ -90,7 +91,7 @@ def _paced(setting: Setting, backend: DeviceBackend, period_s: float) -> Figures
 
 
 def _aperiodic(setting: Setting, backend: DeviceBackend) -> Figures:
-    window_s = setting.pick(WINDOW_S, 22.0)
+    window_s = WINDOW_S
     with trainee(setting.device, "aperiodic") as one:
         one.ask(begin_small)
         gpu = _gpu(backend, one)
@@ -155,7 +156,7 @@ def _figures(signal: Signal, truth: float | None, look: Callable[..., Estimate |
 
 def _sampler_cost(setting: Setting) -> Figures:
     """Return what a thread costs that reads the counter every 10 ms: mini-batches without it and with it, in turn."""
-    seconds = setting.pick(4.0, 0.5)
+    seconds = setting.pick(2.0, 0.5)
     made: dict[bool, int] = {False: 0, True: 0}
     with trainee(setting.device, "sampler") as one:
         one.ask(begin_small)

@@ -65,7 +65,7 @@ def _step_s(setting: Setting) -> float:
 
 def _pair(setting: Setting, idle_s: float, env: Mapping[str, str]) -> Figures:
     """Return the rates of two trainings alone, packed and in turns (mini-batches per second)."""
-    seconds = setting.pick(10.0, 1.5)
+    seconds = setting.pick(5.0, 1.5)
     with ExitStack() as stack:
         pair = [stack.enter_context(trainee(setting.device, f"pair-{n}", env)) for n in range(2)]
         for seed, one in enumerate(pair):
@@ -73,7 +73,7 @@ def _pair(setting: Setting, idle_s: float, env: Mapping[str, str]) -> Figures:
         alone = [_rate(one.ask(training.loop, seconds=seconds / 2, idle_s=idle_s)) for one in pair]
         packed = _packed(pair, seconds, idle_s)
         shares = [rate / by_itself for rate, by_itself in zip(packed, alone, strict=True)]
-        turns = None if env else _in_turns(pair, alone, setting.pick(1.5, 0.3), idle_s)
+        turns = None if env else _in_turns(pair, alone, setting.pick(1.0, 0.3), idle_s)
         seen = _seen(pair)
     return {
         "alone_per_s": alone,
