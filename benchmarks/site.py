@@ -63,8 +63,9 @@ from simulator.experiment import probes  # noqa: E402
 from tests.support.cluster import DaemonProcess  # noqa: E402
 from tests.support.rabbitmq import ADMIN, PrivateRabbitMQ, available  # noqa: E402
 
-#: Short leases, and time to ask within them; all else is as a site has it by default.
-SETTINGS = ArbiterSettings(lease_s=15.0, renewal_lead_s=5.0)
+#: What a site has by default, but for its leases, which are short.
+SETTINGS = ArbiterSettings()
+LEASE_S = 15.0
 #: The arbiter's warnings about messages.
 WARNINGS = ("send.failed", "bus.lost", "letter.dead", "wire.refused")
 #: The broker's memory: every connection takes some.
@@ -88,18 +89,20 @@ class Plan(Struct, frozen=True):
     beat_s: float  #: of all daemons
     rounds: int  #: after that many lease times the measurement of rounds ends
     tries: int  #: submissions where GPUs are free
+    lease_s: float = LEASE_S
 
     @property
     def settings(self) -> ArbiterSettings:
         """The arbiter's settings."""
-        return replace(SETTINGS, policy=self.policy, beat_s=self.beat_s)
+        lead_s = min(SETTINGS.renewal_lead_s, self.lease_s / 3)  # within a lease there must be time to ask
+        return replace(SETTINGS, policy=self.policy, beat_s=self.beat_s, lease_s=self.lease_s, renewal_lead_s=lead_s)
 
     @property
     def told(self) -> dict[str, Any]:
         """The site in words and numbers."""
         crowd = self.crowd
         sizes = {"gpus_in_all": crowd.nodes * crowd.gpus, "jobs_per_app": crowd.jobs_per_app}
-        times = {"lease_s": SETTINGS.lease_s, "round_pause_s": SETTINGS.round_pause_s, "beat_s": self.beat_s}
+        times = {"lease_s": self.lease_s, "round_pause_s": SETTINGS.round_pause_s, "beat_s": self.beat_s}
         return msgspec.to_builtins(crowd) | sizes | {"policy": self.policy} | times
 
 
@@ -240,7 +243,7 @@ class Site:
         note(enrolled)
         submitted = await self.apps.told(Order("begin"))
         note(submitted)
-        await asyncio.sleep(SETTINGS.lease_s / 2)  # the first grants of all are no round like others
+        await asyncio.sleep(min(60.0, self.plan.lease_s / 2))  # the first grants of all are no round like others
         async with depths(self.broker, self.plan.crowd) as waiting:
             before = await waiting.all()
             loads = [load()]
@@ -287,7 +290,7 @@ class Site:
         pids = {"arbiter": self.arbiter.pid, "broker": self.broker.pid}
         meters = Meters(pids | {"node agents": self.nodes.pid, "app agents": self.apps.pid})
         began = look_at = time.time()
-        while time.time() < began + self.plan.rounds * SETTINGS.lease_s:
+        while time.time() < began + self.plan.rounds * self.plan.lease_s:
             await asyncio.sleep(MOMENT_S)
             meters.note()
             if time.time() >= look_at:
@@ -413,7 +416,8 @@ def planned(words: Sequence[str] | None = None) -> tuple[Plan, bool]:
     parser.add_argument("--apps", type=int, help=f"{WHOLE['apps']} unless given")
     parser.add_argument("--policy", default=SETTINGS.policy, choices=sorted(POLICIES))
     parser.add_argument("--beat-s", type=float, default=SETTINGS.beat_s, help="of all daemons")
-    parser.add_argument("--rounds", type=int, help=f"lease times of {SETTINGS.lease_s:g} s in which rounds are watched")
+    parser.add_argument("--rounds", type=int, help="lease times in which rounds are watched")
+    parser.add_argument("--lease-s", type=float, default=LEASE_S, help=f"{LEASE_S:g}; a site has {SETTINGS.lease_s:g}")
     parser.add_argument("--tries", type=int, help="submissions where GPUs are free")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args(words)
@@ -426,7 +430,10 @@ def planned(words: Sequence[str] | None = None) -> tuple[Plan, bool]:
     crowd = Crowd(chosen["nodes"], chosen["gpus"], chosen["apps"])
     if not 0.1 <= options.beat_s <= SETTINGS.node_timeout_s / 3:
         parser.error(f"--beat-s is {options.beat_s:g}; give 0.1 to {SETTINGS.node_timeout_s / 3:g} seconds")
-    return Plan(crowd, options.policy, options.beat_s, chosen["rounds"], chosen["tries"]), options.json
+    if not LEASE_S <= options.lease_s <= SETTINGS.lease_s:
+        parser.error(f"--lease-s is {options.lease_s:g}; give {LEASE_S:g} to {SETTINGS.lease_s:g} seconds")
+    rounds, tries = chosen["rounds"], chosen["tries"]
+    return Plan(crowd, options.policy, options.beat_s, rounds, tries, options.lease_s), options.json
 
 
 def main() -> int:
