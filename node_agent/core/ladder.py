@@ -23,7 +23,10 @@ from protocol.worker import TROUGH_S, Order
 PROBE_S = 5.0  #: a helper thread answers at once or is wedged
 TERMINATE_S = 10.0  #: between SIGTERM and SIGKILL, once a worker has missed its deadline
 KILL_AGAIN_S = 5.0  #: a process in an uninterruptible call dies late; keep asking
-DRIVER_S = 120.0  #: the driver moves some 5 GB per second
+#: The driver has so long for contexts and locks, and so much memory it moves in a second at least. On an H200 it moved
+#: 1.8 to 5.7 GB (benchmarks/results/gpu.md). That may be shared by several tasks, and a task whose time is over amid a
+#: copy is lost. The processes of one task are moved one after another.
+DRIVER_S, DRIVER_BYTES_PER_S = 120.0, 0.5e9
 #: A worker whose memory has a known cycle is asked by the driver at a trough: seen within so many cycles.
 TROUGH_CYCLES = 2.0
 DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
@@ -57,9 +60,15 @@ def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> No
 
 def ask_driver(node: NodeState, task: Task, why: str) -> None:
     """Have the driver suspend a task now."""
-    node.effects.append(CheckpointProcess(task.id, "suspend", DRIVER_S))
-    ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
+    patience_s = _driver_s(node.gpus.used_bytes(task.devices))
+    node.effects.append(CheckpointProcess(task.id, "suspend", patience_s))
+    ladder = Ladder("ordered", node.now + patience_s + DRIVER_GRACE_S)
     node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+
+
+def _driver_s(image_bytes: int) -> float:
+    """Return how long the driver may take for an image of that size at most."""
+    return DRIVER_S + image_bytes / DRIVER_BYTES_PER_S
 
 
 def resume(node: NodeState, task: Task) -> None:
@@ -67,8 +76,11 @@ def resume(node: NodeState, task: Task) -> None:
     assert isinstance(task.state, Suspended)
     node.put(replace(task, given_up=False))
     if task.state.by_driver:
-        node.effects.append(CheckpointProcess(task.id, "resume", DRIVER_S, moves.pairs(task)))
-        ladder = Ladder("ordered", node.now + DRIVER_S + DRIVER_GRACE_S)
+        # The size of its image is known if its suspension was seen; else the image may fill its GPUs.
+        size = task.facts.parked_bytes or sum(map(node.gpus.memory_bytes, task.devices))
+        patience_s = _driver_s(size)
+        node.effects.append(CheckpointProcess(task.id, "resume", patience_s, moves.pairs(task)))
+        ladder = Ladder("ordered", node.now + patience_s + DRIVER_GRACE_S)
         move = f", moved to {', '.join(task.gpus)}" if task.image_of else ""
         node.enter_state(task, Resuming(ladder, by_driver=True), f"resumed by the driver{move}")
     else:

@@ -234,6 +234,11 @@ class Gpus:
         sample = self._samples.get(device)
         return 0 if sample is None else sample.memory_bytes
 
+    def used_bytes(self, devices: Iterable[GpuId]) -> int:
+        """Return the memory in use on some devices together; of one that cannot be measured now it is all it has."""
+        samples = [self._samples[device] for device in devices if device in self._samples]
+        return sum(sample.memory_bytes if sample.unmeasured else sample.used_bytes for sample in samples)
+
     def has_server(self, device: GpuId) -> bool:
         """Whether a server of MPS was seen on a device."""
         sample = self._samples.get(device)

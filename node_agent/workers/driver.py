@@ -49,8 +49,8 @@ LOCK_FD = 9
 DRIVER_MIN = 570
 #: The first driver that restores a process onto other GPUs, and the major version of cuda-bindings that can say so.
 MOVES_DRIVER_MIN, MOVES_BINDINGS_MIN = 580, 13
-#: The share of `timeout_s` for a task's work on the GPU to end; the rest is for copying.
-LOCK_SHARE = 1 / 3
+#: The share of `timeout_s` for a task's work on the GPU to end, and the longest; the rest is for copying.
+LOCK_SHARE, LOCK_S_MAX = 1 / 3, 40.0
 PROBE_S = 90.0
 #: For asking for the states, and unlocking processes that were left locked.
 FIND_S = 15.0
@@ -239,7 +239,7 @@ class DriverCheckpointer:
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
         """Checkpoint them; raises nothing."""
-        request = _Request("suspend", timeout_s, _sorted(pids), lock_s=timeout_s * LOCK_SHARE)
+        request = _Request("suspend", timeout_s, _sorted(pids), lock_s=min(LOCK_S_MAX, timeout_s * LOCK_SHARE))
         return await self._measured(request, "suspended")
 
     def why_bound(self) -> str:

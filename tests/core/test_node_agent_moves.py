@@ -48,6 +48,29 @@ def answer(bench: Bench, do: str, **outcome: object) -> None:
     bench.say(replace(ProcessCheckpointed(TaskId(A), "resume", ok=True), do=do, **outcome))
 
 
+# --- the time -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpus", [1, 4])
+def test_the_driver_has_time_for_all_the_memory_of_a_task_and_back(gpus: int) -> None:
+    """A task whose time is over amid a copy is lost, and an H200 copied 1.8 GB a second."""
+    on, image = tuple(range(gpus)), gpus * 90 * GIB
+    bench = Bench(gpus=gpus, **DRIVER)
+    bench.plan(task_order(A, *on))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.measure(*(sample(number, process(A, 90 * GIB)) for number in on))
+    bench.wait(2.0)
+    bench.plan(task_order(A, *on, want="vacate"))
+    assert bench.only(CheckpointProcess).timeout_s > 40 + image / 1.8e9
+    bench.wait(40 + image / 1.8e9)
+    assert bench.status(A).phase == "suspending"
+    answer(bench, "suspend", bytes=image)
+    bench.measure()
+    bench.plan(task_order(A, *on))
+    resume = bench.only(CheckpointProcess)
+    assert (resume.do, resume.timeout_s > 40 + image / 1.8e9) == ("resume", True)
+
+
 # --- which GPUs -----------------------------------------------------------------------------------------------------
 
 
