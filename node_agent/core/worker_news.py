@@ -51,6 +51,8 @@ from protocol.worker import (
 from protocol.worker import Suspended as SuspendedLine
 
 RESUME_AGAIN_S = 5.0
+#: A parked worker that itself tells of more memory than it may keep gives no more back: only a sample has to show that.
+KEPT_PROOF_S = 5.0
 RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
 LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
 STACKS_CHARS_MAX = 1500
@@ -243,14 +245,16 @@ def _prepare_host_memory(node: NodeState, task: Task) -> None:
 def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
     if isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
         node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
-        _suspended(node, node.tasks[task.id], f"suspended at step {line.step}")
+        _suspended(node, node.tasks[task.id], f"suspended at step {line.step}", told_bytes=line.residue_bytes)
 
 
-def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False) -> None:
+def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:
     node.learn(task.id, suspensions=task.facts.suspensions + 1)
+    keeps = told_bytes > node.facts.parked_bytes_max
+    proof_s = min(KEPT_PROOF_S, node.facts.park_proof_s) if keeps else node.facts.park_proof_s
     node.put(replace(node.tasks[task.id], image_of=()))
     node.gpus.touch(task.gpus)
-    node.enter_state(task, Suspended(node.now + node.facts.park_proof_s, by_driver=by_driver), what)
+    node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver), what)
 
 
 def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:

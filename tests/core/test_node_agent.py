@@ -298,6 +298,26 @@ def test_a_worker_that_was_suspended_but_keeps_its_memory_is_ended(bench: Bench)
     assert "was suspended but kept 0.6 GiB of GPU-0" in bench.status(A).reason
 
 
+def test_a_parked_worker_that_tells_of_the_memory_that_it_keeps_is_believed_as_soon_as_a_sample_shows_it(
+    bench: Bench,
+) -> None:
+    bench.run(A, 0)
+    parked(bench, kept=600 * MIB)
+    bench.wait(6)
+    assert [signal.how for signal in bench.all(SignalWorker)] == ["terminate"]
+
+
+def test_a_parked_worker_that_tells_of_nothing_kept_has_longer_to_give_its_memory_back(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.plan(task_order(A, 0, want="vacate"))
+    bench.worker(A, Suspended(bench.ordered().seq, 6, GIB, 0, 0.1))
+    bench.measure(sample(0, process(A, 600 * MIB)))
+    bench.wait(29)
+    assert not bench.all(SignalWorker)
+    bench.wait(2)
+    assert [signal.how for signal in bench.all(SignalWorker)] == ["terminate"]
+
+
 def test_a_parked_worker_whose_memory_comes_to_light_when_another_may_have_its_gpu_is_killed(bench: Bench) -> None:
     """A script that catches SIGTERM would be unparked first, to save."""
     bench.run(A, 0)
