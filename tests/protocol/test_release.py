@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
@@ -27,3 +28,12 @@ def test_a_source_tree_that_was_never_installed_says_its_release(tmp_path: Path)
     # No packages of this environment, so no metadata of ours either.
     told = subprocess.run([sys.executable, "-I", "-S", "-c", line], capture_output=True, text=True, check=False)
     assert told.stdout.strip() == version(PROGRAM), told.stderr
+
+
+def test_nothing_else_asks_the_metadata_that_a_source_tree_lacks() -> None:
+    rooms = ("app_agent", "arbiter", "launch", "node_agent", "protocol", "simulator", "valuation")
+    modules = (path for room in rooms for path in (ROOT / room).rglob("*.py"))
+    asking = [
+        path.name for path in modules if re.search(r"version\(\"gpu-arbiter\"\)|version\(PROGRAM\)", path.read_text())
+    ]
+    assert asking == ["release.py"]
