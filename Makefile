@@ -12,6 +12,7 @@ SEEDS ?= 160
 SITES ?= 1000
 QUIET ?= 500
 SUMS ?= 1000
+STANDBYS ?= 10000
 # Of both, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
@@ -19,7 +20,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker browser demo lab test plain pure system clock alone format lint types contracts check worlds sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker browser demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -87,7 +88,7 @@ alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)
 
 full: export GPU_ARBITER_FULL = 1
-full: $(LOOPS) browser ## what `make check` leaves out, since quicker tests cover most of it (an hour)
+full: $(LOOPS) browser ## what `make check` leaves out, since quicker tests cover most of it (two hours)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or hypothesis" --ignore tests/system --ignore tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(full or hypothesis) and not alone" tests/system tests/contract
 	$(BIN)/python -m pytest -m "(full or hypothesis) and alone" tests/system
@@ -95,6 +96,7 @@ full: $(LOOPS) browser ## what `make check` leaves out, since quicker tests cove
 	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
 	$(MAKE) --no-print-directory dryruns QUIET=$(FULL_SITES)
 	$(MAKE) --no-print-directory worlds N=2000 SEED=$$(date +%s)
+	$(MAKE) --no-print-directory standbys SEED=$$(date +%s)
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff format .
@@ -120,6 +122,9 @@ check: ## format, lint, types, import contracts, pages, tests, fault worlds: wha
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
+
+standbys: $(LOOPS) ## STANDBYS (10000) such sites in which a second arbiter takes over, from SEED on
+	$(BIN)/gpu-arbiter worlds --standby --count $(STANDBYS) --seed $(SEED)
 
 sums: $(READY) ## reports and receipts in SUMS (1000) random worlds: to the second what the journal's GPU time adds up to
 	$(BIN)/python -m tests.simulation.test_gpu_time_reports $(SUMS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,6 +36,9 @@ def worlds(
         str,
         typer.Option(autocompletion=completion.policy, help="the only policy, in place of one or more drawn for each"),
     ] = "",
+    standby: Annotated[
+        bool, typer.Option("--standby", help="only worlds in which a second arbiter takes over, from that seed on")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="print every event, too")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
@@ -47,13 +51,15 @@ def worlds(
     with answering(as_json=as_json):
         from arbiter.core.registry import POLICIES
         from simulator.faults.runs import cores, report, run_world, run_worlds, summary
+        from simulator.faults.scenario import has_standby
 
         if policy and policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise Fault(
                 f"there is no policy {policy}", code=exit_codes.USAGE, next_step=f"--policy with one of {known}"
             )
-        seeds = range(seed, seed + count)
+        drawn = filter(has_standby, itertools.count(seed)) if standby else itertools.count(seed)
+        seeds = list(itertools.islice(drawn, count))
         progress = _Progress(count)
         verdicts: list[WorldVerdict] = []
         tell = note if as_json else say

@@ -59,6 +59,7 @@ DRAINS_MAX = 5
 #: Likewise holds and requeues, takeovers by a standby, and faults of clients of MPS.
 HOLDS_MAX = 6
 TAKEOVERS_MAX = 4
+STANDBYS = 1 / 3  #: of the worlds have a second arbiter
 MPS_FAULTS_MAX = 6
 ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
@@ -657,14 +658,23 @@ def _drains(seed: int, options: Options) -> list[Fault]:
     return [_drain(dice, options) for _ in range(count)]
 
 
+def has_standby(seed: int) -> bool:
+    """Whether the world of `seed` has a standby."""
+    return _standby_dice(seed).random() < STANDBYS
+
+
+def _standby_dice(seed: int) -> Random:
+    return Random(f"standby {seed}")  # noqa: S311 - repeatable, not secret
+
+
 def _takeovers(seed: int, options: Options) -> list[Fault]:
-    """Return ends of the arbiter after which a standby leads, in a third of the draws; from dice of their own.
+    """Return ends of the arbiter after which a standby leads, in some of the draws; from dice of their own.
 
     The standby leads at once, or late. One takeover in three is followed by another at once: the standby has hardly
     begun to lead when it is deposed.
     """
-    dice = Random(f"standby {seed}")  # noqa: S311 - repeatable, not secret
-    count = dice.randint(1, TAKEOVERS_MAX) if dice.random() < 1 / 3 else 0
+    dice = _standby_dice(seed)
+    count = dice.randint(1, TAKEOVERS_MAX) if dice.random() < STANDBYS else 0
     faults = []
     for _ in range(count):
         at, for_s, midway = dice.uniform(1.0, options.calm_at), dice.choice((0.0, 0.1, 2.0, 10.0)), dice.random() < 0.5

@@ -28,7 +28,7 @@ from simulator.faults import checks
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import Network
 from simulator.faults.runs import WorldVerdict, run_world, run_worlds, summary
-from simulator.faults.scenario import NetworkOptions, draw, facts_of
+from simulator.faults.scenario import NetworkOptions, draw, facts_of, has_standby
 from simulator.world import Actor, World
 from tests.support.app_harness import spec_of
 
@@ -308,6 +308,17 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
     assert "world 4 failed" in result.stdout
     assert "the last words" in result.stdout
     assert "gpu-arbiter worlds --seed 4 --count 1 --trace" in result.stdout
+
+
+def test_worlds_with_a_standby_can_be_run_alone() -> None:
+    result = CliRunner().invoke(
+        command_line, ["worlds", "--standby", "--count", "2", "--seed", "3", "--jobs", "1", "--json"]
+    )
+    assert result.exit_code == 0, result.stdout
+    with_standby = [seed for seed in range(3, 100) if draw(seed).standby]
+    assert [seed for seed in range(3, 100) if has_standby(seed)] == with_standby
+    alone = [run_world(seed) for seed in with_standby[:2]]
+    assert json.loads(result.stdout)["summary"]["events"] == sum(verdict.events for verdict in alone)
 
 
 def test_worlds_can_be_run_under_one_policy_and_say_so_in_the_command_that_repeats_them() -> None:
