@@ -118,9 +118,10 @@ def test_reports_and_receipts_of_worlds_full_of_faults_add_up() -> None:
 
 
 @pytest.mark.full
-@pytest.mark.timeout(3600)
-def test_reports_and_receipts_of_a_thousand_worlds_add_up() -> None:
-    assert sum(map(check, range(5000, 6000))) > 1000
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("first", range(5000, 6000, 125))
+def test_reports_and_receipts_of_a_thousand_worlds_add_up(first: int) -> None:
+    assert sum(map(check, range(first, first + 125))) > 100, "these worlds have preemptions"
 
 
 def main(count: int) -> None:
