@@ -9,6 +9,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from arbiter.discretion import told_to
 from arbiter.ledger import Ledger
 from launch import overview
 from launch.client import open_client
@@ -44,13 +45,19 @@ class Sources:
             yield ledger
 
     def ask(self, *question: Any, **more: Any) -> dict[str, Any]:
-        """Return the arbiter's answer (`launch.client.Client.query`).
+        """Return the arbiter's answer (`launch.client.Client.query`) without what tasks have printed.
+
+        The arbiter tells this process what the user may see for whom it asks, and its readers may be anybody.
 
         Raises
         ------
         Fault
             If the arbiter does not answer, or says no.
         """
+        document: dict[str, Any] = told_to("", self._answer(*question, **more))
+        return document
+
+    def _answer(self, *question: Any, **more: Any) -> dict[str, Any]:
         with open_client(self._socket) as client:
             return client.query(*question, patience_s=PATIENCE_S, **more)
 
