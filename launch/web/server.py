@@ -20,7 +20,7 @@ from launch.faults import Fault
 from launch.web import pages
 from launch.web.metrics import CONTENT_TYPE, Metrics
 from launch.web.sheets import Cell, Page, as_csv, as_json
-from launch.web.sources import Sources
+from launch.web.sources import WATCH_S, Sources
 from protocol.exit_codes import UNREACHABLE, USAGE
 from protocol.journal import JournalError
 
@@ -44,6 +44,8 @@ COOKIE = "gpu_arbiter_token"
 OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
 #: The mend for both.
 BEHIND_PROXY = "behind a proxy, or for other hosts, start gpu-arbiter web with --token-file FILE"
+#: A round that is not decided for so long is one of a policy that does not answer: as the alert NoRoundWhilePending.
+OVERDUE_S_MAX = 300.0
 PAGE_MAX = 1_000_000
 NAME_CHARS_MAX = 200
 
@@ -157,12 +159,14 @@ class _Shown:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     def readiness(self, _: Request) -> Response:
-        """Answer whether the ledger can be read and the arbiter answers."""
+        """Answer whether the ledger can be read, the arbiter answers, and its rounds are decided."""
         try:
             with self._sources.ledger():
-                self._sources.present()
+                overdue_s = self._sources.present(WATCH_S)["round_overdue_s"]
         except (Fault, JournalError) as error:
             return _sentence(str(error), 503)
+        if overdue_s > OVERDUE_S_MAX:
+            return _sentence(f"the round that is due has not been decided for {overdue_s:.0f} s", 503)
         return _sentence("ready", 200)
 
     def plain(self, request: Request) -> Response:

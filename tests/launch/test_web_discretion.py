@@ -41,7 +41,7 @@ class OfOwner(Sources):
         super().__init__(path)
         self.books = books
 
-    def _answer(self, kind: Any, target: str = "", *, limit: int = 0, edges: Any = ()) -> dict[str, Any]:
+    def _answer(self, kind: Any, target: str = "", *, limit: int = 0, edges: Any = (), **_: Any) -> dict[str, Any]:
         query = Query("q", kind, target, limit=limit, edges=tuple(edges), events=EventFilter())
         with self.ledger() as ledger:
             (send,) = Queries(self.books.site.arbiter, ledger).ask(Party("app", "ana"), query, self.books.site.now)
