@@ -54,6 +54,7 @@ from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.exit_codes import FAILED, NOT_FOUND, TIMED_OUT, UNREACHABLE, USAGE
+from protocol.log_ends import without_log_end
 from protocol.messages import (
     ARBITER,
     ActKind,
@@ -227,7 +228,7 @@ class ControlServer:
                 self._resolve(request, effect)
             case Changed(record):
                 if record.over:
-                    _log.info("app.ended", app=record.app, state=record.state, reason=record.reason)
+                    _log.info("app.ended", app=record.app, state=record.state, reason=without_log_end(record.reason))
                 self._note_change(record.app)
                 for news in self._news:
                     news.set()

@@ -3,6 +3,7 @@
 Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
 each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
 `Query` from an app agent (the user's side) and go back as `Answer`; logs are fetched from the node that has them.
+What a task has printed is told to its owner only (`arbiter.discretion`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
-from arbiter import owners, receipts, reports
+from arbiter import discretion, owners, receipts, reports
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.dry_run import TRIED_APPS_MAX, DryRun, Forecast, Won
 from arbiter.core.effects import Decide, EventRecord, LeaseRecord, RoundRecord
@@ -37,6 +38,7 @@ from protocol.clock import instant
 from protocol.core import Send
 from protocol.exit_codes import FAILED, NOT_PERMITTED, REFUSED, TIMED_OUT, USAGE
 from protocol.journal import JournalError
+from protocol.log_ends import without_log_end
 from protocol.messages import (
     Answer,
     AppId,
@@ -567,7 +569,8 @@ class Queries:
                 )
             receipts_ = self._receipts(AppId(query.target), now)
             document = {"schema": "explain/v1", "id": query.target, "story": _story(story), "receipts": receipts_}
-            return _answer(sender, query, document)
+            whose = owners.owner_of(AppId(query.target.partition(".")[0]))
+            return _answer(sender, query, document, owner=whose)
         policy = policy_of(self._arbiter.state.settings.policy, self._arbiter.state.settings.policy_settings)
         described = self._app(app, now, Waits(self._arbiter.state))
         document = described | {
@@ -805,8 +808,12 @@ class Queries:
 # --- pieces ---------------------------------------------------------------------------------------------------------
 
 
-def _answer(to: Party, query: Query, document: dict[str, Any]) -> Send:
+def _answer(to: Party, query: Query, document: dict[str, Any], *, owner: str = "") -> Send:
+    """Return an answer; `owner` is whose the document is where it names no app."""
     packed = msgspec.json.encode(document)
+    if discretion.tells_log(packed):
+        reader = to.id if to.role == "app" else ""
+        packed = msgspec.json.encode(discretion.told_to(reader, document, owner))
     if len(packed) > DOCUMENT_BYTES_MAX:
         return _refuse(to, query, f"the answer has {len(packed)} bytes, more than a message carries; ask for one app")
     return Send(to, Answer(query.query_id, packed))
@@ -835,7 +842,7 @@ def _refuse(to: Party, query: Query, why: str, *, code: int | None = None) -> Se
 
 
 def _no(query_id: str, why: str, code: int | None) -> Answer:
-    return Answer(query_id, b"" if code is None else msgspec.json.encode({"code": code}), why)
+    return Answer(query_id, b"" if code is None else msgspec.json.encode({"code": code}), without_log_end(why))
 
 
 def _chunk(chunk: LogChunk) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from app_agent import streams
 from app_agent.config import default_socket
-from app_agent.control import ALL_EVENTS, Control, ControlError, Request, as_named, exit_code
+from app_agent.control import ALL_EVENTS, TIMEOUT_S, Control, ControlError, Request, as_named, exit_code
 from app_agent.core.records import AppRecord
 from launch.faults import Fault, usage
 from protocol import exit_codes
@@ -51,9 +51,9 @@ class Ending(Struct, frozen=True):
 class Client(Control):
     """A conversation with the app agent's daemon at `path`; every method raises `Fault`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, timeout_s: float = TIMEOUT_S) -> None:
         with _faults(FIRST_STEPS):
-            super().__init__(path)
+            super().__init__(path, timeout_s=timeout_s)
 
     def query(
         self,
@@ -106,8 +106,10 @@ class Client(Control):
             return super()._ask(request, timeout_s=timeout_s)
 
 
-def open_client(path: Path | None = None) -> Client:
+def open_client(path: Path | None = None, *, timeout_s: float = TIMEOUT_S) -> Client:
     """Return a client of the daemon at `path`, or at its usual socket. Use it as a context manager.
+
+    It waits so long for each answer of the daemon, where the question does not say otherwise.
 
     Raises
     ------
@@ -116,7 +118,7 @@ def open_client(path: Path | None = None) -> Client:
     """
     with _faults():
         path = path or default_socket()
-    return Client(path)
+    return Client(path, timeout_s=timeout_s)
 
 
 @contextmanager

@@ -20,6 +20,7 @@ from arbiter.core.state import lifecycle, model
 from arbiter.core.state.gpu_time import LeaseBook
 from arbiter.core.state.index import Index, app_of, apps_on
 from arbiter.core.state.model import ArbiterSettings, State, StoryLine
+from protocol.log_ends import without_log_end
 from protocol.messages import AppId, EventKind, GpuId, LeaseId, NodeId, TaskId, device_of
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
@@ -82,11 +83,12 @@ class Turn:
     ) -> None:
         """Record an event. One event is recorded of several GPUs to which the same happens in this turn.
 
-        A story is for those who ask why something is as it is, and forgets; the ledger keeps events in order.
+        A story is for those who ask why something is as it is, and forgets; the ledger keeps events in order, for
+        longer than there are logs, and so none of what a task has printed.
         """
         known = self.state.apps.get(app) if app is not None else None
         tenant = None if known is None else known.tenant
-        words = " ".join(what.split())[:EVENT_CHARS_MAX]
+        words = " ".join(without_log_end(what).split())[:EVENT_CHARS_MAX]
         record = EventRecord(0, self.now, kind, words, app, tenant, node, task, (), round, by)
         gpus = self.happened.setdefault(record, set())
         if gpu is not None:

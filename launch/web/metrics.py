@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 from app_agent.streams import OVER
 from launch import overview, views
 from launch.surface import Document
-from launch.web.sources import Sources
+from launch.web.sources import WATCH_S, Sources
 from protocol.journal import JournalError
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -104,7 +104,7 @@ class _Collected(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield every metric of now."""
-        present, _ = self._sources.tried(self._sources.present)
+        present, _ = self._sources.tried(lambda: self._sources.present(WATCH_S))
         yield _gauge("up", "whether the arbiter answers", 0.0 if present is None else 1.0)
         if present is not None:
             yield from _rounds(present)

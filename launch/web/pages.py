@@ -1,6 +1,7 @@
 """The pages, one for each address, from the ledger and from the arbiter's answers. They change nothing.
 
-No page shows the output of a task: that is for its owner only, and this page does not know its reader.
+No page shows the output of a task: that is for its owner only, and this page does not know its reader. `Sources.ask`
+and `sheet` cut it out of reasons.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ import uvicorn
 
 from arbiter.ledger import Ledger
 from launch.faults import Fault
-from launch.web.server import make_app
+from launch.web.server import AsgiApp, make_app
 from launch.web.sources import Sources
 from protocol.journal import JournalError
 
@@ -37,16 +37,21 @@ def serve_pages(
     name = f"[{host}]" if ":" in host else host
     told(f"the site is at http://{name}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
     sources = Sources(ledger)
-    config = uvicorn.Config(
-        make_app(sources, token=token),
+    with _sending(traces, sources):
+        uvicorn.Server(settings_of(make_app(sources, token=token))).run(sockets=[listening])
+
+
+def settings_of(app: AsgiApp) -> uvicorn.Config:
+    """Return how the application is served."""
+    return uvicorn.Config(
+        app,
         log_level="warning",
         access_log=False,
         server_header=False,
+        proxy_headers=False,  # what a proxy says of a request, `Guard` reads by itself
         limit_concurrency=REQUESTS_MAX,
         timeout_graceful_shutdown=3,
     )
-    with _sending(traces, sources):
-        uvicorn.Server(config).run(sockets=[listening])
 
 
 def _sending(address: str, sources: Sources) -> AbstractContextManager[None]:

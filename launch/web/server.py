@@ -20,7 +20,7 @@ from launch.faults import Fault
 from launch.web import pages
 from launch.web.metrics import CONTENT_TYPE, Metrics
 from launch.web.sheets import Cell, Page, as_csv, as_json
-from launch.web.sources import Sources
+from launch.web.sources import WATCH_S, Sources
 from protocol.exit_codes import UNREACHABLE, USAGE
 from protocol.journal import JournalError
 
@@ -37,9 +37,15 @@ HEADERS = {
 }
 #: Names of this host that a browser may have used, where only this host can connect.
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
+#: Headers that a proxy adds: whoever asked it may be on any host, whatever the proxy calls us.
+FORWARDING = ("forwarded", "via", "x-real-ip", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
 COOKIE = "gpu_arbiter_token"
 #: Addresses that tell nothing of the site, and need no token.
 OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
+#: The mend for both.
+BEHIND_PROXY = "behind a proxy, or for other hosts, start gpu-arbiter web with --token-file FILE"
+#: A round that is not decided for so long is one of a policy that does not answer: as the alert NoRoundWhilePending.
+OVERDUE_S_MAX = 300.0
 PAGE_MAX = 1_000_000
 NAME_CHARS_MAX = 200
 
@@ -54,7 +60,7 @@ class Guard:
 
     With a `token` a reader must bring it: as ``Authorization: Bearer``, or once as ``?token=``, after which the browser
     keeps it as a cookie. Without one, only requests to this very host are answered, as a page elsewhere might have a
-    browser ask by a name of its own.
+    browser ask by a name of its own; and none that a proxy sends on, as far as that can be seen.
     """
 
     def __init__(self, app: AsgiApp, token: str) -> None:
@@ -78,8 +84,11 @@ class Guard:
         if not self._token:
             name = request.headers.get("host", "").lower()
             host = name.rpartition(":")[0] if name.rpartition(":")[2].isdecimal() else name
-            here = host in LOOPBACK
-            return None if here else _sentence("this page answers to localhost only; see gpu-arbiter web --host", 421)
+            if host not in LOOPBACK:
+                return _sentence(f"without a token this page answers to localhost only; {BEHIND_PROXY}", 421)
+            if _is_sent_on(request):
+                return _sentence(f"without a token this page answers to no proxy; {BEHIND_PROXY}", 403)
+            return None
         if request.url.path in OPEN or self._is_token(_brought(request)):
             return None
         if self._is_token(request.query_params.get("token", "")):
@@ -93,8 +102,23 @@ class Guard:
         """Have the browser keep the token, and come again without it in the address."""
         rest = urlencode([(key, value) for key, value in parse_qsl(request.url.query) if key != "token"])
         answer = RedirectResponse(f"{request.url.path}{'?' if rest else ''}{rest}", 303)
-        answer.set_cookie(COOKIE, self._token, httponly=True, samesite="strict")
+        secure = _came_by_tls(request)
+        answer.set_cookie(COOKIE, self._token, secure=secure, httponly=True, samesite="strict")
         return answer
+
+
+def _is_sent_on(request: Request) -> bool:
+    """Whether a proxy sends a request on: it adds a header, or speaks HTTP/1.0, as nginx does unless it is told not to.
+
+    No browser has done that for twenty years.
+    """
+    return request.scope["http_version"] == "1.0" or any(name in request.headers for name in FORWARDING)
+
+
+def _came_by_tls(request: Request) -> bool:
+    """Whether a browser asked by TLS, by the word of the proxy that has it: we speak plain HTTP."""
+    said = request.headers.get("forwarded", "").lower().replace('"', "")
+    return request.headers.get("x-forwarded-proto", "").lower() == "https" or "proto=https" in said
 
 
 def _brought(request: Request) -> str:
@@ -135,12 +159,14 @@ class _Shown:
         return Response(self._metrics.exposition(), media_type=CONTENT_TYPE)
 
     def readiness(self, _: Request) -> Response:
-        """Answer whether the ledger can be read and the arbiter answers."""
+        """Answer whether the ledger can be read, the arbiter answers, and its rounds are decided."""
         try:
             with self._sources.ledger():
-                self._sources.present()
+                overdue_s = self._sources.present(WATCH_S)["round_overdue_s"]
         except (Fault, JournalError) as error:
             return _sentence(str(error), 503)
+        if overdue_s > OVERDUE_S_MAX:
+            return _sentence(f"the round that is due has not been decided for {overdue_s:.0f} s", 503)
         return _sentence("ready", 200)
 
     def plain(self, request: Request) -> Response:

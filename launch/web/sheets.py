@@ -10,6 +10,7 @@ from typing import Any
 from msgspec import Struct
 
 from launch.surface import comma_separated
+from protocol.log_ends import without_log_end
 
 #: Rows of each table on one page.
 ROWS_MAX = 200
@@ -51,11 +52,18 @@ class Page(Struct, frozen=True):
 
 
 def sheet(name: str, title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]], number: int) -> Sheet:
-    """Return a table with the rows of one page, of all its rows; it takes no more of them than it needs."""
+    """Return a table with the rows of one page, of all its rows; it takes no more of them than it needs.
+
+    Nothing that a task has printed gets into it, as ledgers of earlier versions may hold some.
+    """
     first = (number - 1) * ROWS_MAX
-    shown = [tuple(row) for row in islice(rows, first, first + ROWS_MAX + 1)]
+    shown = [tuple(map(_discreet, row)) for row in islice(rows, first, first + ROWS_MAX + 1)]
     named = tuple(each if isinstance(each, Column) else Column(each) for each in columns)
     return Sheet(name, title, named, tuple(shown[:ROWS_MAX]), len(shown) > ROWS_MAX)
+
+
+def _discreet(cell: Cell) -> Cell:
+    return without_log_end(cell) if isinstance(cell, str) else cell
 
 
 def as_json(page: Page) -> str:

@@ -9,15 +9,33 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
+from arbiter.discretion import told_to
 from arbiter.ledger import Ledger
 from launch import overview
 from launch.client import open_client
 from launch.faults import Fault
+from protocol.exit_codes import UNREACHABLE
+from protocol.messages import QueryKind
 
 #: How long a page waits for the arbiter.
 PATIENCE_S = 10.0
-#: One look at the present serves all browsers for so long: many ask the arbiter no more than one does.
+#: How long a program does that watches over the site. Prometheus by itself gives up after 10 s, and would not learn
+#: then that it is the arbiter that is away.
+WATCH_S = 3.0
+#: What a daemon needs to say that it had no answer, at most.
+GRACE_S = 1.0
+#: One look at the present, also one in vain, serves all browsers for so long: many ask no more than one does.
 FRESH_S = 1.0
+
+
+class _Look(Struct, frozen=True):
+    """What a look at the present has found, until when it serves, and when it ended, by the monotonic clock."""
+
+    found: dict[str, Any] | Fault
+    until: float
+    ended: float
 
 
 class Sources:
@@ -29,7 +47,7 @@ class Sources:
     def __init__(self, ledger: Path | str, socket: Path | None = None) -> None:
         self.place, self._socket = ledger, socket
         self._looking = threading.Lock()
-        self._seen: tuple[float, dict[str, Any]] | None = None
+        self._seen: _Look | None = None
 
     @contextmanager
     def ledger(self) -> Iterator[Ledger]:
@@ -43,29 +61,58 @@ class Sources:
         with closing(Ledger.reader(self.place)) as ledger:
             yield ledger
 
-    def ask(self, *question: Any, **more: Any) -> dict[str, Any]:
-        """Return the arbiter's answer (`launch.client.Client.query`).
+    def ask(self, *question: Any, patience_s: float = PATIENCE_S, **more: Any) -> dict[str, Any]:
+        """Return the arbiter's answer (`launch.client.Client.query`) without what tasks have printed.
+
+        The arbiter tells this process what the user may see for whom it asks, and its readers may be anybody.
 
         Raises
         ------
         Fault
             If the arbiter does not answer, or says no.
         """
-        with open_client(self._socket) as client:
-            return client.query(*question, patience_s=PATIENCE_S, **more)
+        document: dict[str, Any] = told_to("", self._answer(*question, patience_s=patience_s, **more))
+        return document
 
-    def present(self) -> dict[str, Any]:
+    def _answer(self, *question: Any, patience_s: float, **more: Any) -> dict[str, Any]:
+        with open_client(self._socket, timeout_s=patience_s + GRACE_S) as client:
+            return client.query(*question, patience_s=patience_s, **more)
+
+    def present(self, patience_s: float = PATIENCE_S) -> dict[str, Any]:
         """Return GPUs, apps, tenants and the newest round as they are now (``top/v1``), or were a second ago.
 
         Raises
         ------
         Fault
-            If the arbiter does not answer.
+            If the arbiter does not answer within that time, or did not a second ago.
         """
-        with self._looking:
-            if self._seen is None or time.monotonic() > self._seen[0] + FRESH_S:
-                self._seen = time.monotonic(), overview.gather(self.ask, time.time())
-            return self._seen[1]
+        came = time.monotonic()
+        if not self._looking.acquire(timeout=patience_s):  # another asks it, who is more patient
+            raise Fault(f"the arbiter has not answered for {patience_s:g} s", code=UNREACHABLE)
+        try:
+            if self._seen is None or (self._seen.ended < came and self._seen.until < time.monotonic()):
+                self._seen = self._look(came + patience_s)
+            found = self._seen.found
+        finally:
+            self._looking.release()
+        if isinstance(found, Fault):
+            raise Fault(found.sentence, code=found.code, next_step=found.next_step)
+        return found
+
+    def _look(self, deadline: float) -> _Look:
+        """Ask for the present until a time of the monotonic clock."""
+
+        def ask(kind: QueryKind, target: str = "", *, limit: int = 0) -> dict[str, Any]:
+            left_s = max(0.0, deadline - time.monotonic())
+            return self.ask(kind, target, limit=limit, patience_s=left_s)
+
+        began = time.monotonic()
+        try:
+            found = overview.gather(ask, time.time())
+        except Fault as fault:
+            ended = time.monotonic()
+            return _Look(fault, ended + FRESH_S, ended)
+        return _Look(found, began + FRESH_S, time.monotonic())
 
     def tried(self, look: Callable[[], dict[str, Any]]) -> tuple[dict[str, Any] | None, str]:
         """Return an answer; or None, and a sentence on why the arbiter gives none."""

@@ -21,11 +21,12 @@ TAIL_CHARS_MAX = 2000
 
 
 class Verdict(Struct, frozen=True):
-    """`exit_code` as a shell would give it: 128 + n for signal n."""
+    """`exit_code` as a shell would give it: 128 + n for signal n; `log_end` is for the owner of the app only."""
 
     outcome: Outcome
     reason: str
     exit_code: int | None
+    log_end: str = ""
 
 
 def judge(task: Task, gone: WorkerGone) -> Verdict:
@@ -57,8 +58,9 @@ def _unasked(task: Task, gone: WorkerGone) -> Verdict:
         unconfirmed = "" if _has_terminal(task) else "exited 0; never used the library, so its success is unconfirmed"
         return Verdict("finished", unconfirmed, code)
     if code == 0:
-        return Verdict("failed", "exited early: code 0, but it never said that it had finished" + _tail(gone), code)
-    return Verdict("failed", _how(gone) + _tail(gone), _shell_code(gone))
+        early = "exited early: code 0, but it never said that it had finished"
+        return Verdict("failed", early, code, _log_end(gone))
+    return Verdict("failed", _how(gone), _shell_code(gone), _log_end(gone))
 
 
 def _has_terminal(task: Task) -> bool:
@@ -101,9 +103,8 @@ def _how(gone: WorkerGone) -> str:
     return f"exited with code {gone.exit_code}"
 
 
-def _tail(gone: WorkerGone) -> str:
-    tail = gone.tail.strip()[-TAIL_CHARS_MAX:]
-    return f"; its log ends: {tail}" if tail else ""
+def _log_end(gone: WorkerGone) -> str:
+    return gone.tail.strip()[-TAIL_CHARS_MAX:]
 
 
 def _shell_code(gone: WorkerGone) -> int | None:

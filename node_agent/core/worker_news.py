@@ -33,6 +33,7 @@ from node_agent.core.model import (
 )
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import judge, left, lost_work
+from protocol.log_ends import with_log_end
 from protocol.messages import TaskId, newest_metrics
 from protocol.worker import (
     Counted,
@@ -404,7 +405,8 @@ def gone(node: NodeState, event: WorkerGone) -> None:
         return
     verdict = mps_faults.judged(node, task, event, judge(task, event))
     fault = node.health.fault(task.gpus, node.now) if verdict.outcome == "failed" else ""
-    reason = "; ".join(filter(None, (verdict.reason, fault)))[:REASON_CHARS_MAX]
+    told = "; ".join(filter(None, (verdict.reason, fault)))
+    reason = with_log_end(told, verdict.log_end)[:REASON_CHARS_MAX]
     if not event.reason:  # a known reason clears the GPU
         end = TaskFailure(task.app, task.id, task.gpus, node.now, task.job, task.facts.step)
         node.health.ended(end, verdict.outcome, begun=task.facts.step > task.facts.start_step)

@@ -60,7 +60,7 @@ class Asked(sources.Sources):
         super().__init__(path)
         self.books, self.away = books, False
 
-    def ask(self, kind: Any, target: str = "", *, limit: int = 0, edges: Any = ()) -> dict[str, Any]:
+    def ask(self, kind: Any, target: str = "", *, limit: int = 0, edges: Any = (), **_: Any) -> dict[str, Any]:
         if self.away:
             raise Fault("the arbiter does not answer", code=exit_codes.UNREACHABLE)
         query = Query("q", kind, target, limit=limit, edges=tuple(edges), events=EventFilter())

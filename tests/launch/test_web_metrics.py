@@ -112,7 +112,7 @@ def test_a_ledger_that_is_away_leaves_the_histograms_as_they_were(
 
     with monkeypatch.context() as patch:
         patch.setattr(asked, "ledger", away)
-        patch.setattr(asked, "present", lambda: present)
+        patch.setattr(asked, "present", lambda *_: present)
         assert samples(browser)[key] == counted
 
 

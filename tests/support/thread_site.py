@@ -70,6 +70,14 @@ class ThreadSite:
     def stop_app_agent(self) -> None:
         self._end("app")
 
+    def start_owner(self, owner: str, folder: Path) -> Path:
+        """Start the app agent of one owner more, with its state in a folder; return its socket once it listens."""
+        ready, socket = threading.Event(), folder / "control.sock"
+        app = replace(self.site.app, owner=owner, state_dir=str(folder), socket=str(socket))
+        self._begin(owner, lambda: run_app_host(app, self._bus, on_ready=ready.set))
+        assert ready.wait(START_S)
+        return socket
+
     def stop(self) -> None:
         with open_client(self.socket) as client:
             end_everything(client)

@@ -1,0 +1,57 @@
+"""What a task has printed is told to the owner of its app only, whatever the document in which it stands.
+
+An answer is looked through as a whole, so that a new field or kind of answer need not think of it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from arbiter.owners import owner_of
+from protocol.log_ends import MARK, without_log_end
+from protocol.messages import AppId
+
+_MARK = MARK.encode()
+
+
+def tells_log(packed: bytes | msgspec.Raw) -> bool:
+    """Whether a JSON document may hold the end of a log. It costs little."""
+    return _MARK in bytes(packed)
+
+
+def told_to(reader: str, document: Any, owner: str = "") -> Any:
+    """Return a document as `reader` may see it, without the ends of logs of other owners' tasks.
+
+    Parameters
+    ----------
+    reader
+        An owner; empty for one of whom nothing is known, who sees no log at all.
+    document
+        What is to be written as JSON. A part of it belongs to the owner of the app that the part names.
+    owner
+        Whose the document is where it names no app; empty if nobody's.
+    """
+    match document:
+        case str():
+            return document if reader and reader == owner else without_log_end(document)
+        case dict():
+            owner = _owner(document) or owner
+            return {key: told_to(reader, value, owner) for key, value in document.items()}
+        case list() | tuple():
+            return [told_to(reader, each, owner) for each in document]
+        case msgspec.Raw():
+            return told_to(reader, msgspec.json.decode(document), owner) if tells_log(document) else document
+        case None | bool() | int() | float():
+            return document
+        case _:
+            return told_to(reader, msgspec.to_builtins(document), owner)
+
+
+def _owner(document: dict[str, Any]) -> str:
+    """Return the owner of the app that a part of a document names; empty if it names none."""
+    owner, app = document.get("owner"), document.get("app")
+    if isinstance(owner, str):
+        return owner
+    return owner_of(AppId(app)) if isinstance(app, str) else ""
