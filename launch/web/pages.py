@@ -24,7 +24,7 @@ from launch.faults import Fault, usage
 from launch.surface import Document
 from launch.web import history
 from launch.web.drawing import Bar, Scale, timeline
-from launch.web.sheets import ROWS_MAX, Cell, Column, Page, sheet
+from launch.web.sheets import ROWS_MAX, Cell, Column, Page, rows_before, sheet
 from launch.web.sources import Sources
 from protocol.clock import instant
 from protocol.exit_codes import NOT_FOUND
@@ -122,10 +122,10 @@ def _recorded_round(record: RoundRecord) -> tuple[Cell, ...]:
 
 def rounds(sources: Sources, wanted: Wanted) -> Page:
     """Return the rounds, newest first."""
+    before = rows_before(wanted.number)
     with sources.ledger() as ledger:
-        found = ledger.rounds(limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
-    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
-    listed = sheet("rounds", "Rounds", ROUND_COLUMNS, [*skipped, *map(_recorded_round, found)], wanted.number)
+        found = ledger.rounds(limit=ROWS_MAX + 1, offset=before)
+    listed = sheet("rounds", "Rounds", ROUND_COLUMNS, map(_recorded_round, found), wanted.number, skipped=before)
     return Page("rounds", "Rounds", (listed,), wanted.number)
 
 
@@ -157,14 +157,15 @@ def one_app(sources: Sources, name: str, number: int) -> Page:
     app = AppId(name)
     told, why = _explained(sources, name)
     with sources.ledger() as ledger:
-        found = ledger.rounds(limit=number * ROWS_MAX + 1, app=app)
+        found = ledger.rounds(limit=ROWS_MAX + 1, offset=rows_before(number), app=app)
         stretches = ledger.stretches_of(app)
         taken = told["receipts"] if told else [receipts.document(each) for each in receipts.receipts(ledger, app)]
-    if told is None and not found and not stretches:
+        known = told is not None or stretches or ledger.rounds(limit=1, app=app)
+    if not known:
         raise NoSuchPage(f"nothing here is called {name}; / lists the apps that are not over")
     columns = (ROUND, "at", "bid", "won", "got", "payment", "rho_now", "rho_next", "reason", "winners")
     own = (_own_round(record, app) for record in found)
-    bids = sheet("rounds", "Round by round, newest first", columns, own, number)
+    bids = sheet("rounds", "Round by round, newest first", columns, own, number, skipped=rows_before(number))
     newest = map(_receipt, reversed(taken))
     lost = sheet("receipts", "GPUs taken from it, newest first", RECEIPT_COLUMNS, newest, number)
     held = sheet("gpu_time", "Its GPU time, newest first", STRETCH_COLUMNS, map(_stretch, stretches[::-1]), number)
@@ -225,14 +226,13 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
         drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]
         names = [gpu for _, gpu in drawn]
         over = ledger.stretches_between(start, end, gpus=names) if names else ()
-        listed = ledger.stretches_between(start, end, limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
+        before = rows_before(wanted.number)
+        listed = ledger.stretches_between(start, end, limit=ROWS_MAX + 1, offset=before)
         marks = history.marks(ledger, over, start, end)
     shown = [each for each in (*over, *live) if each.gpu in names]
     bars = [Bar(each.gpu, each.app, each.start, each.end, each.draining) for each in shown]
-    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
-    table = sheet(
-        "stretches", "Stretches of GPU time", STRETCH_COLUMNS, [*skipped, *map(_stretch, listed)], wanted.number
-    )
+    rows = map(_stretch, listed)
+    table = sheet("stretches", "Stretches of GPU time", STRETCH_COLUMNS, rows, wanted.number, skipped=before)
     text = f"{instant(start)} to {instant(end)}; {len(drawn)} of {len(known)} GPUs are drawn."
     drawing = timeline(drawn, bars, marks, Scale(start, end)) if drawn else ""
     return Page("timeline", "Timeline", (table,), wanted.number, text=text, drawing=drawing)
@@ -300,15 +300,14 @@ def report(sources: Sources, wanted: Wanted) -> Page:
     if by not in reports.SUMMED_BY:
         raise usage(f"by is {by!r}", f"choose one of {', '.join(reports.SUMMED_BY)}")
     found, why = history.report(sources, cast("reports.By", by), wanted.edges, moment)
-    shown = [reports.document(row) for row in found[: wanted.number * ROWS_MAX + 1]]
+    before = rows_before(wanted.number)
+    shown = [reports.document(row) for row in found[before : before + ROWS_MAX + 1]]
     columns, rows = views.report_sheet({"by": by, "report": shown})
     named = [APP if column == "app" else Column(column) for column in columns]
     total = sum(row.had_gpu_s for row in found)
     text = f"{total / 3600:.2f} GPU-hours in all."
-    return Page(
-        "report", "Report", (sheet("report", "GPU time", named, rows, wanted.number),), wanted.number, text=text,  # type: ignore[arg-type]
-        notes=(why,) if why else (),
-    )  # fmt: skip
+    table = sheet("report", "GPU time", named, rows, wanted.number, skipped=before)  # type: ignore[arg-type]
+    return Page("report", "Report", (table,), wanted.number, text=text, notes=(why,) if why else ())
 
 
 #: The pages without a name in their address.

@@ -40,7 +40,8 @@ LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
 COOKIE = "gpu_arbiter_token"
 #: Addresses that tell nothing of the site, and need no token.
 OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
-PAGE_MAX = 1_000_000
+#: So the first twenty million rows of a table can be read.
+PAGE_MAX = 100_000
 NAME_CHARS_MAX = 200
 
 Scope = MutableMapping[str, Any]
@@ -164,7 +165,7 @@ class _Shown:
     def _answer(self, request: Request, form: str, build: Callable[[int], Page]) -> Response:
         number = request.query_params.get("page", "1")
         if not number.isascii() or not number.isdecimal() or not 0 < int(number[:9]) <= PAGE_MAX:
-            return self._wrong(request, f"page is {number[:20]!r}, and must be a number from 1 on", 400)
+            return self._wrong(request, f"page is {number[:20]!r}, and must be a number from 1 to {PAGE_MAX}", 400)
         try:
             page = build(int(number[:9]))
         except pages.NoSuchPage as error:

@@ -50,9 +50,25 @@ class Page(Struct, frozen=True):
         return any(sheet.more for sheet in self.sheets)
 
 
-def sheet(name: str, title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]], number: int) -> Sheet:
-    """Return a table with the rows of one page, of all its rows; it takes no more of them than it needs."""
-    first = (number - 1) * ROWS_MAX
+def rows_before(number: int) -> int:
+    """Return how many rows of a table stand on the pages before this one."""
+    return (number - 1) * ROWS_MAX
+
+
+def sheet(
+    name: str,
+    title: str,
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[Cell]],
+    number: int,
+    *,
+    skipped: int = 0,
+) -> Sheet:
+    """Return a table with the rows of one page, of all its rows but the first `skipped`, which were never made.
+
+    It takes no more rows than it needs.
+    """
+    first = rows_before(number) - skipped
     shown = [tuple(row) for row in islice(rows, first, first + ROWS_MAX + 1)]
     named = tuple(each if isinstance(each, Column) else Column(each) for each in columns)
     return Sheet(name, title, named, tuple(shown[:ROWS_MAX]), len(shown) > ROWS_MAX)

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -17,8 +18,10 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
+from msgspec.structs import replace
 
-from arbiter.core.effects import EventRecord, Record, StretchRecord
+from arbiter.core.effects import EventRecord, Record, RoundRecord, StretchRecord
+from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.queries import Queries
 from launch import views
@@ -46,7 +49,7 @@ pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
 from launch.web import drawing, history, sources
 from launch.web.drawing import Bar, Mark, Scale
-from launch.web.server import CSP, make_app
+from launch.web.server import CSP, PAGE_MAX, make_app
 from launch.web.sheets import ROWS_MAX
 
 ADDRESSES = ("/", "/timeline", "/apps/ana-1", "/fairness", "/rounds", "/rounds/1", "/report")
@@ -272,6 +275,64 @@ def test_tables_have_pages_of_two_hundred_rows(browser: Browser, asked: Asked) -
     assert len({row["app"] for row in first + second}) == ROWS_MAX + 5
     links = [attrs for tag, attrs in browser.read("/").tags if attrs.get("rel") == "next"]
     assert [each["href"] for each in links] == ["/now?&page=2"]
+
+
+def many(asked: Asked, count: int) -> None:
+    """Write so many rounds that speak of p-1, and as many apps p-N with a stretch each, into the ledger."""
+    for number in range(count):
+        outcomes = (Outcome(AppId("p-1"), (), "others came first"),)
+        asked.books.ledger.write(
+            RoundRecord(100 + number, float(number), 0.1, (), (), (), (), outcomes, True, {}),
+            stretch("g1", number, number + 0.25),
+            replace(stretch("g2", number, number + 0.5), app=AppId(f"p-{number + 1}"), lease=LeaseId(f"l{number}")),
+        )
+
+
+@pytest.mark.parametrize(
+    ("address", "table", "column"),
+    [
+        ("/rounds.json", "rounds", "round"),
+        ("/apps/p-1.json", "rounds", "round"),
+        ("/apps/p-1.json", "gpu_time", "from"),
+        ("/timeline.json?from=1970-01-01T00:00:01Z&to=1970-01-01T00:16:00Z", "stretches", "from"),
+        ("/report.json?by=app&to=1970-01-01T00:16:00Z&from=1970-01-01", "report", "app"),
+    ],
+)
+def test_each_row_is_on_one_page_and_in_one_order(
+    browser: Browser, asked: Asked, address: str, table: str, column: str
+) -> None:
+    many(asked, 2 * ROWS_MAX + 3)
+
+    def page(number: int) -> dict[str, Any]:
+        document = json.loads(browser.get(f"{address}{'&' if '?' in address else '?'}page={number}")[2])
+        (found,) = (each for each in document["tables"] if each["name"] == table)
+        return found  # type: ignore[no-any-return]
+
+    pages = [page(1)]
+    while pages[-1]["more"]:
+        pages.append(page(len(pages) + 1))
+    assert len(pages) >= 3, "the scene"
+    assert {len(each["rows"]) for each in pages[:-1]} == {ROWS_MAX}
+    rows = [json.dumps(row) for each in pages for row in each["rows"]]
+    assert len(rows) == len(set(rows)) >= 2 * ROWS_MAX + 3
+    names = [row[column] for each in pages for row in each["rows"]]
+    if column != "app":
+        assert names == sorted(names, reverse=table != "stretches")
+    assert page(len(pages) + 1) == {**pages[0], "rows": [], "more": False}
+
+
+@pytest.mark.parametrize("address", [*ADDRESSES[1:], "/now"])
+def test_a_page_far_behind_the_last_costs_no_memory(browser: Browser, address: str) -> None:
+    browser.get(address)
+    tracemalloc.start()
+    try:
+        told = [browser.get(f"{address}{form}?page={PAGE_MAX}")[0] for form in ("", ".json", ".csv")]
+        told += [browser.get(f"{address}?page={number}")[0] for number in (1_000_000, 10**30)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert told == [200, 200, 200, 400, 400]
+    assert peak < 4 * 2**20
 
 
 def test_without_the_arbiter_pages_say_so_and_show_the_ledger(browser: Browser, asked: Asked) -> None:
