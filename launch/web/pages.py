@@ -223,7 +223,8 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
     live = [each for each in history.live(sources)[0] if each.start < end]
     with sources.ledger() as ledger:
         known = sorted({*ledger.gpus_between(start, end), *((each.node, each.gpu) for each in live)})
-        drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]
+        first, last = (wanted.number - 1) * GPUS_DRAWN, wanted.number * GPUS_DRAWN
+        drawn = known[first:last]
         names = [gpu for _, gpu in drawn]
         over = ledger.stretches_between(start, end, gpus=names) if names else ()
         before = rows_before(wanted.number)
@@ -233,9 +234,16 @@ def over_time(sources: Sources, wanted: Wanted) -> Page:
     bars = [Bar(each.gpu, each.app, each.start, each.end, each.draining) for each in shown]
     rows = map(_stretch, listed)
     table = sheet("stretches", "Stretches of GPU time", STRETCH_COLUMNS, rows, wanted.number, skipped=before)
-    text = f"{instant(start)} to {instant(end)}; {len(drawn)} of {len(known)} GPUs are drawn."
-    drawing = timeline(drawn, bars, marks, Scale(start, end)) if drawn else ""
-    return Page("timeline", "Timeline", (table,), wanted.number, text=text, drawing=drawing)
+    which = f"GPUs {first + 1} to {first + len(drawn)} of {len(known)} are drawn" if drawn else "no GPU is drawn"
+    return Page(
+        "timeline",
+        "Timeline",
+        (table,),
+        wanted.number,
+        text=f"{instant(start)} to {instant(end)}; {which}.",
+        drawing=timeline(drawn, bars, marks, Scale(start, end)) if drawn else "",
+        drawing_more=last < len(known),
+    )
 
 
 def fairness(sources: Sources, wanted: Wanted) -> Page:

@@ -34,7 +34,10 @@ class Sheet(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """All that one address shows. `text` is for reading, `drawing` is SVG that we have made, `notes` are sentences."""
+    """All that one address shows. `text` is for reading, `drawing` is SVG that we have made, `notes` are sentences.
+
+    `drawing_more` says that the drawing goes on, on the next page.
+    """
 
     name: str
     title: str
@@ -42,12 +45,13 @@ class Page(Struct, frozen=True):
     number: int = 1
     text: str = ""
     drawing: str = ""
+    drawing_more: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def more(self) -> bool:
         """Whether there is a next page."""
-        return any(sheet.more for sheet in self.sheets)
+        return self.drawing_more or any(sheet.more for sheet in self.sheets)
 
 
 def rows_before(number: int) -> int:
@@ -86,7 +90,7 @@ def as_json(page: Page) -> str:
         for each in page.sheets
     ]
     document: dict[str, Any] = {"schema": "web-page/v1", "page": page.name, "title": page.title, "number": page.number}
-    document |= {"text": page.text, "notes": list(page.notes), "tables": tables}
+    document |= {"more": page.more, "text": page.text, "notes": list(page.notes), "tables": tables}
     return json.dumps(document, ensure_ascii=False) + "\n"
 
 

@@ -49,6 +49,7 @@ pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
 from launch.web import drawing, history, sources
 from launch.web.drawing import Bar, Mark, Scale
+from launch.web.pages import GPUS_DRAWN
 from launch.web.server import CSP, PAGE_MAX, make_app
 from launch.web.sheets import ROWS_MAX
 
@@ -319,6 +320,22 @@ def test_each_row_is_on_one_page_and_in_one_order(
     if column != "app":
         assert names == sorted(names, reverse=table != "stretches")
     assert page(len(pages) + 1) == {**pages[0], "rows": [], "more": False}
+
+
+def test_each_gpu_is_drawn_on_one_page_which_a_link_leads_to(browser: Browser, asked: Asked) -> None:
+    names = [f"g{number:02d}" for number in range(GPUS_DRAWN + 1)]
+    asked.books.ledger.write(*(stretch(name, 0.0, 60.0) for name in names))
+    address = "/timeline?from=1970-01-01T00:00:01Z&to=1970-01-01T00:00:50Z"
+    drawn = list[str]()
+    for number in (1, 2):
+        page = browser.read(f"{address}&page={number}")
+        drawn += [name for name in names if f"n1 {name}" in page.text]
+        links = [attrs["href"] for tag, attrs in page.tags if attrs.get("rel") == "next"]
+        assert [str(each).rpartition("&")[2] for each in links] == (["page=2"] if number == 1 else [])
+    assert drawn == names
+    document = json.loads(browser.get(address.replace("?", ".json?"))[2])
+    assert (document["more"], [each["more"] for each in document["tables"]]) == (True, [False])
+    assert "GPUs 1 to 64 of 65 are drawn" in document["text"]
 
 
 @pytest.mark.parametrize("address", [*ADDRESSES[1:], "/now"])
