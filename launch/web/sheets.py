@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -57,6 +57,16 @@ class Page(Struct, frozen=True):
 def rows_before(number: int) -> int:
     """Return how many rows of a table stand on the pages before this one."""
     return (number - 1) * ROWS_MAX
+
+
+RowT = TypeVar("RowT")
+
+
+def read_on(head: Sequence[RowT], read: Callable[[int, int], Sequence[RowT]], number: int) -> Sequence[RowT]:
+    """Return the rows of a page and one more: first those of `head`, then those that `read(limit, offset)` returns."""
+    before = rows_before(number)
+    own = head[before : before + ROWS_MAX + 1]
+    return [*own, *read(ROWS_MAX + 1 - len(own), max(0, before - len(head)))]
 
 
 def sheet(
