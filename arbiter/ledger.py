@@ -39,7 +39,7 @@ from arbiter.tables import MEND, DatabaseReader, PostgresTables, SqliteTables, S
 from protocol.journal import JournalError
 from protocol.journal.database import READING_LIMIT_S, Postgres
 from protocol.journal.postgres import PostgresJournal
-from protocol.messages import AppId, EventFilter, TenantId
+from protocol.messages import AppId, EventFilter, GpuId, NodeId, TenantId
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round {COUNT} PRIMARY KEY, at {NUMBER} NOT NULL, record {BYTES} NOT NULL);
@@ -111,6 +111,8 @@ _NEWEST = {"stretches", "losses", "standings"}
 
 #: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
 INPUTS_MAX = 8
+#: Parks before a moment that are looked at for those that were not over then: the newest.
+PARKS_READ_MAX = 20_000
 #: As many rows as there are.
 _ALL = 2**63 - 1
 
@@ -163,6 +165,32 @@ WHERE granted.app = fresh.app AND granted.kind || '' = 'granted' AND granted.id 
       AND submitted.app = fresh.app AND submitted.kind || '' = 'submitted'
 GROUP BY granted.app, granted.tenant HAVING min(granted.id) > ?
 """
+#: When a park (an event `began`) was over: its task went on or ended, or was parked anew, or its app was over. The rows
+#: of an app lie in the order of ids in the index on apps; SQLite would take the one on kinds, if the kind were not put
+#: together.
+_PARK_END = """
+(SELECT later.at FROM events AS later
+ WHERE later.app = began.app AND later.id > began.id
+       AND (later.task = began.task AND later.kind || '' IN ('resumed', 'moved', 'exited', 'suspended')
+            OR later.kind || '' IN ('finished', 'failed', 'cancelled'))
+ ORDER BY later.id LIMIT 1)
+"""
+#: Its values: the period, nodes if there are any, limit and offset.
+_SELECT_INTERRUPTIONS = f"""
+SELECT began.record, CASE WHEN began.kind = 'suspended' THEN {_PARK_END} END
+FROM events AS began WHERE began.kind IN ('preempted', 'suspended') AND began.at >= ? AND began.at < ? {{AND_NODES}}
+ORDER BY began.id DESC LIMIT ? OFFSET ?
+"""  # noqa: S608 - our words
+#: Its values: a moment twice, how many parks are looked at, and the moment. An event behind the moment has no lower id.
+_SELECT_OPEN_PARKS = f"""
+SELECT record, until FROM (
+    SELECT began.id AS id, began.record AS record, {_PARK_END} AS until
+    FROM (SELECT id, app, task, record FROM events
+          WHERE kind = 'suspended' AND at < ? AND id < coalesce(
+              (SELECT id FROM events WHERE at >= ? ORDER BY at, id LIMIT 1), 9223372036854775807)
+          ORDER BY id DESC LIMIT ?) AS began
+) AS parks WHERE until IS NULL OR until >= ? ORDER BY id DESC
+"""  # noqa: S608 - our words
 _INSERT_EVENT = """
 INSERT INTO events (number, at, kind, app, tenant, node, task, record) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
@@ -481,11 +509,39 @@ class Ledger:
     def stretches_between(
         self, start: float, end: float, *, gpus: Sequence[str] = (), limit: int = _ALL, offset: int = 0
     ) -> Sequence[StretchRecord]:
-        """Return stretches that are over and overlap a period, of all GPUs or of some, by their end."""
+        """Return stretches that are over and overlap a period, of all GPUs or of some, the last to end first."""
         chosen = f"AND gpu IN ({', '.join('?' * len(gpus))})" if gpus else ""
-        query = f'{_SELECT_STRETCHES} WHERE {_OVERLAPS} {chosen} ORDER BY "end", gpu, lease LIMIT ? OFFSET ?'
+        query = f'{_SELECT_STRETCHES} WHERE {_OVERLAPS} {chosen} ORDER BY "end" DESC, gpu, lease LIMIT ? OFFSET ?'
         rows = self._tables.read(query, (*self._overlap(start, end), *gpus, limit, offset))
         return [_stretch(row) for row in rows]
+
+    def gpus_at(self, app: AppId, node: NodeId, moment: float) -> Sequence[GpuId]:
+        """Return the GPUs of a node that an app had at a moment, by stretches that are over."""
+        query = 'SELECT DISTINCT gpu FROM stretches WHERE app = ? AND node = ? AND start <= ? AND "end" >= ?'
+        return sorted(gpu for (gpu,) in self._tables.read(query, (app, node, moment, moment)))
+
+    def interruptions(
+        self, start: float, end: float, *, nodes: Sequence[str] = (), limit: int, offset: int = 0
+    ) -> Sequence[tuple[EventRecord, float | None]]:
+        """Return the preemptions and parks that began in a period, on all nodes or some, newest first.
+
+        With each park, which is an event ``suspended``, when it was over; None if it is not.
+        """
+        chosen = f"AND began.node IN ({', '.join('?' * len(nodes))})" if nodes else ""
+        query = _SELECT_INTERRUPTIONS.format(AND_NODES=chosen)
+        return self._interruptions(query, (start, end, *nodes, limit, offset))
+
+    def open_parks(self, moment: float, *, most: int = PARKS_READ_MAX) -> Sequence[tuple[EventRecord, float | None]]:
+        """Return the parks that began before a moment and were not over then, as `interruptions` does.
+
+        It looks at the newest `most` that began before it.
+        """
+        return self._interruptions(_SELECT_OPEN_PARKS, (moment, moment, most, moment))
+
+    def _interruptions(self, query: str, values: Sequence[Any]) -> Sequence[tuple[EventRecord, float | None]]:
+        rows = self._tables.read(query, values)
+        with self._reading():
+            return [(msgspec.msgpack.decode(packed, type=EventRecord), until) for packed, until in rows]
 
     def gpus_between(self, start: float, end: float) -> Sequence[tuple[str, str]]:
         """Return the GPUs that any app had in a period, each after the node where that was first, sorted."""

@@ -60,7 +60,7 @@ def timeline(gpus: Sequence[tuple[str, str]], bars: Sequence[Bar], marks: Sequen
     height = TOP + ROW * len(gpus) + 6
     parts = [
         f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img" '
-        f'aria-label="The apps on {len(gpus)} GPUs over time; the table below tells the same">'
+        f'aria-label="The apps on {len(gpus)} GPUs over time; the tables below tell the same">'
     ]
     parts += _axis(scale, height)
     parts += (_label(node, gpu, places[gpu]) for node, gpu in gpus)

@@ -1,9 +1,11 @@
-"""Pieces of pages beside the tables of the ledger: leases of now, marks, a report with the leases of now."""
+"""Pieces of pages beside the tables of the ledger: leases of now, also in reports; preemptions and parks."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+
+from msgspec import Struct
 
 from arbiter import reports
 from arbiter.core.effects import EventRecord, StretchRecord
@@ -11,11 +13,18 @@ from arbiter.ledger import Ledger
 from launch import overview
 from launch.surface import Document
 from launch.web.drawing import Mark
+from launch.web.sheets import read_on
 from launch.web.sources import Sources
-from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TenantId, device_of
+from protocol.clock import instant
+from protocol.messages import AppId, GpuId, LeaseId, NodeId, TenantId, device_of
 
-#: Events that one drawing takes in: the first of its period, on its nodes.
+#: Preemptions and parks that one drawing takes in: the newest of its period, on its nodes.
 EVENTS_DRAWN = 50_000
+#: What a reader is told where there are more.
+CUT = (
+    "Only the newest {count} preemptions and parks are drawn, and none from before {at}; "
+    "the table has all, and a shorter period is drawn whole."
+)
 #: Leases that are asked for, beside those that were held a second ago; those that are not over come first.
 LIVE_MORE = 100
 
@@ -55,34 +64,61 @@ def report(
         ), why
 
 
-def marks(ledger: Ledger, stretches: Sequence[StretchRecord], start: float, end: float) -> Sequence[Mark]:
-    """Return the parks and preemptions of a period on the nodes of `stretches`, on the GPUs that the apps then had."""
-    kinds: Sequence[EventKind] = ("preempted", "suspended", "resumed", "exited", "finished", "cancelled", "failed")
-    among = EventFilter(kinds=tuple(kinds), nodes=tuple(sorted({each.node for each in stretches})))
-    found = ledger.events(among, since=start, until=end, limit=EVENTS_DRAWN) if stretches else ()
-    events = [event for _, event in found]
-    cuts = [Mark(gpu, each.at, each.at) for each in events if each.kind == "preempted" for gpu in each.gpus]
-    return [*cuts, *_parks(events, stretches, end)]
+class Interruption(Struct, frozen=True):
+    """A preemption, or a park (an event ``suspended``); the GPUs in question, and until when a park lasted."""
+
+    event: EventRecord
+    gpus: Sequence[str]
+    until: float | None
+
+    @property
+    def park(self) -> bool:
+        """Whether it is a park."""
+        return self.event.kind == "suspended"
 
 
-def _parks(events: Sequence[EventRecord], stretches: Sequence[StretchRecord], end: float) -> Iterator[Mark]:
-    held: defaultdict[tuple[str, str], list[StretchRecord]] = defaultdict(list)
-    for each in stretches:
-        held[each.app, each.node].append(each)
-    parked: dict[str, EventRecord] = {}
-    for event in events:
-        if event.task is None:
-            continue
-        if event.kind == "suspended":
-            parked[event.task] = event
-        elif (began := parked.pop(event.task, None)) is not None:
-            yield from _parked(began, event.at, held)
-    for began in parked.values():
-        yield from _parked(began, end, held)
+class Interruptions:
+    """The preemptions and parks of a period, with parks that began before it; `live` are the stretches of now."""
+
+    def __init__(self, ledger: Ledger, live: Sequence[StretchRecord], start: float, end: float) -> None:
+        self._ledger, self._live, self._start, self._end = ledger, live, start, end
+        self._before = [self._told(*each) for each in ledger.open_parks(start)]
+
+    def listed(self, number: int) -> Sequence[Interruption]:
+        """Return those of a page and one more: parks from before the period first, then the newest."""
+
+        def read(limit: int, offset: int) -> Sequence[Interruption]:
+            found = self._ledger.interruptions(self._start, self._end, limit=limit, offset=offset)
+            return [self._told(*each) for each in found]
+
+        return read_on(self._before, read, number)
+
+    def marks(self, shown: Sequence[StretchRecord], now: float) -> tuple[Sequence[Mark], str]:
+        """Return the marks on the GPUs of the stretches that are shown; and a sentence if some are left out."""
+        nodes, limit = sorted({each.node for each in shown}), EVENTS_DRAWN + 1
+        found = self._ledger.interruptions(self._start, self._end, nodes=nodes, limit=limit) if nodes else ()
+        drawn = found[:EVENTS_DRAWN]
+        held: defaultdict[tuple[AppId | None, NodeId | None], list[StretchRecord]] = defaultdict(list)
+        for each in shown:
+            held[each.app, each.node].append(each)
+        within = (Interruption(event, event.gpus or _had(held[event.app, event.node], event), e) for event, e in drawn)
+        marks = [mark for each in (*self._before, *within) for mark in _drawn(each, min(self._end, now))]
+        return marks, CUT.format(count=EVENTS_DRAWN, at=instant(drawn[-1][0].at)) if found[EVENTS_DRAWN:] else ""
+
+    def _told(self, event: EventRecord, until: float | None) -> Interruption:
+        if event.gpus or event.app is None or event.node is None:
+            return Interruption(event, event.gpus, until)
+        of_now = [each for each in self._live if (each.app, each.node) == (event.app, event.node)]
+        gpus = {*self._ledger.gpus_at(event.app, event.node, event.at), *_had(of_now, event)}
+        return Interruption(event, sorted(gpus), until)
 
 
-def _parked(began: EventRecord, until: float, held: dict[tuple[str, str], list[StretchRecord]]) -> Iterator[Mark]:
-    """Yield a mark for each GPU that the task's app had when it was suspended."""
-    had = held.get((str(began.app), str(began.node)), ())
-    for gpu in sorted({each.gpu for each in had if each.start <= began.at <= each.end}):
-        yield Mark(gpu, began.at, until)
+def _had(stretches: Sequence[StretchRecord], event: EventRecord) -> Sequence[str]:
+    """Return the GPUs of those of an app's stretches that had begun and were not over when something happened."""
+    return sorted({each.gpu for each in stretches if each.start <= event.at <= each.end})
+
+
+def _drawn(each: Interruption, last: float) -> Iterator[Mark]:
+    at = each.event.at
+    until = at if not each.park else last if each.until is None else each.until
+    return (Mark(gpu, at, until) for gpu in each.gpus)

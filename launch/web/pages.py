@@ -25,7 +25,8 @@ from launch.faults import Fault, usage
 from launch.surface import Document
 from launch.web import history
 from launch.web.drawing import Bar, Scale, timeline
-from launch.web.sheets import ROWS_MAX, Cell, Column, Page, sheet
+from launch.web.history import Interruption
+from launch.web.sheets import ROWS_MAX, Cell, Column, Page, Sheet, read_on, rows_before, sheet
 from launch.web.sources import Sources
 from protocol.clock import instant
 from protocol.exit_codes import NOT_FOUND
@@ -123,10 +124,10 @@ def _recorded_round(record: RoundRecord) -> tuple[Cell, ...]:
 
 def rounds(sources: Sources, wanted: Wanted) -> Page:
     """Return the rounds, newest first."""
+    before = rows_before(wanted.number)
     with sources.ledger() as ledger:
-        found = ledger.rounds(limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
-    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
-    listed = sheet("rounds", "Rounds", ROUND_COLUMNS, [*skipped, *map(_recorded_round, found)], wanted.number)
+        found = ledger.rounds(limit=ROWS_MAX + 1, offset=before)
+    listed = sheet("rounds", "Rounds", ROUND_COLUMNS, map(_recorded_round, found), wanted.number, skipped=before)
     return Page("rounds", "Rounds", (listed,), wanted.number)
 
 
@@ -157,18 +158,22 @@ def one_app(sources: Sources, name: str, number: int) -> Page:
     """Return why an app waits, with the words of `explain`; its rounds; its receipts; and its GPU time."""
     app = AppId(name)
     told, why = _explained(sources, name)
+    of_now = history.live(sources)[0] if told else ()
     with sources.ledger() as ledger:
-        found = ledger.rounds(limit=number * ROWS_MAX + 1, app=app)
+        found = ledger.rounds(limit=ROWS_MAX + 1, offset=rows_before(number), app=app)
         stretches = ledger.stretches_of(app)
+        live = [each for each in of_now if each.app == app and not ledger.has(each)]
         taken = told["receipts"] if told else [receipts.document(each) for each in receipts.receipts(ledger, app)]
-    if told is None and not found and not stretches:
+        known = told is not None or stretches or ledger.rounds(limit=1, app=app)
+    if not known:
         raise NoSuchPage(f"nothing here is called {name}; / lists the apps that are not over")
     columns = (ROUND, "at", "bid", "won", "got", "payment", "rho_now", "rho_next", "reason", "winners")
     own = (_own_round(record, app) for record in found)
-    bids = sheet("rounds", "Round by round, newest first", columns, own, number)
+    bids = sheet("rounds", "Round by round, newest first", columns, own, number, skipped=rows_before(number))
     newest = map(_receipt, reversed(taken))
     lost = sheet("receipts", "GPUs taken from it, newest first", RECEIPT_COLUMNS, newest, number)
-    held = sheet("gpu_time", "Its GPU time, newest first", STRETCH_COLUMNS, map(_stretch, stretches[::-1]), number)
+    time_had = [*(_stretch(each, held_now=True) for each in live), *map(_stretch, stretches[::-1])]
+    held = sheet("gpu_time", "Its GPU time, newest first", STRETCH_COLUMNS, time_had, number)
     text = views.explanation(told, time.time()) if told else ""
     return Page("app", name, (bids, lost, held), number, text=text, notes=(why,) if why else ())
 
@@ -198,45 +203,75 @@ def _receipt(told: Document) -> tuple[Cell, ...]:
     )
 
 
-STRETCH_COLUMNS = ("from", "to", "node", "gpu", APP, "tenant", "part", "leaving", "gpu_seconds")
+STRETCH_COLUMNS = ("from", "to", "held_now", "node", "gpu", APP, "tenant", "part", "leaving", "gpu_seconds")
 
 
-def _stretch(each: StretchRecord) -> tuple[Cell, ...]:
-    span = (instant(each.start), instant(each.end))
+def _stretch(each: StretchRecord, *, held_now: bool = False) -> tuple[Cell, ...]:
+    whose = (held_now, each.node, each.gpu, each.app, each.tenant)
     return (
-        *span,
-        each.node,
-        each.gpu,
-        each.app,
-        each.tenant,
-        each.part,
-        each.draining,
-        each.gpu_s(each.start, each.end),
+        *(instant(each.start), instant(each.end), *whose),
+        *(each.part, each.draining, each.gpu_s(each.start, each.end)),
     )
+
+
+def _stretches(ledger: Ledger, live: Sequence[StretchRecord], period: tuple[float, float], number: int) -> Sheet:
+    def read(limit: int, offset: int) -> Sequence[tuple[Cell, ...]]:
+        return [_stretch(each) for each in ledger.stretches_between(*period, limit=limit, offset=offset)]
+
+    rows = read_on([_stretch(each, held_now=True) for each in live], read, number)
+    title = "Stretches of GPU time: what is held now, then the last to end first"
+    return sheet("stretches", title, STRETCH_COLUMNS, rows, number, skipped=rows_before(number))
+
+
+INTERRUPTION_COLUMNS = ("what", "from", "to", "node", "gpus", APP, "task", "for")
+
+
+def _interruption(each: Interruption) -> tuple[Cell, ...]:
+    event = each.event
+    until = None if each.until is None else instant(each.until)
+    what = "parked" if each.park else "preempted"
+    return (what, instant(event.at), until, event.node, ", ".join(each.gpus), event.app, event.task, event.by)
 
 
 def over_time(sources: Sources, wanted: Wanted) -> Page:
-    """Return which app had which GPU when, with parks and preemptions."""
-    moment = time.time()
+    """Return which app had which GPU when, with parks and preemptions: drawn, and as tables."""
+    moment, number = time.time(), wanted.number
     edges = wanted.edges or (moment - DAY_S, moment)
     start, end = edges[0], edges[-1]
-    live = [each for each in history.live(sources)[0] if each.start < end]
+    held, why = history.live(sources)
+    first, last = (number - 1) * GPUS_DRAWN, number * GPUS_DRAWN
     with sources.ledger() as ledger:
+        live = [each for each in held if each.start < end and each.end > start and not ledger.has(each)]
         known = sorted({*ledger.gpus_between(start, end), *((each.node, each.gpu) for each in live)})
-        drawn = known[(wanted.number - 1) * GPUS_DRAWN : wanted.number * GPUS_DRAWN]
+        drawn = known[first:last]
         names = [gpu for _, gpu in drawn]
         over = ledger.stretches_between(start, end, gpus=names) if names else ()
-        listed = ledger.stretches_between(start, end, limit=ROWS_MAX + 1, offset=(wanted.number - 1) * ROWS_MAX)
-        marks = history.marks(ledger, over, start, end)
-    shown = [each for each in (*over, *live) if each.gpu in names]
+        shown = [each for each in (*over, *live) if each.gpu in names]
+        interruptions = history.Interruptions(ledger, live, start, end)
+        marks, cut = interruptions.marks(shown, moment)
+        tables = (
+            _stretches(ledger, live, (start, end), number),
+            sheet(
+                "interruptions",
+                "Preemptions and parks: parks from before that time, then newest first",
+                INTERRUPTION_COLUMNS,
+                map(_interruption, interruptions.listed(number)),
+                number,
+                skipped=rows_before(number),
+            ),
+        )
     bars = [Bar(each.gpu, each.app, each.start, each.end, each.draining) for each in shown]
-    skipped: list[tuple[Cell, ...]] = [()] * ((wanted.number - 1) * ROWS_MAX)
-    table = sheet(
-        "stretches", "Stretches of GPU time", STRETCH_COLUMNS, [*skipped, *map(_stretch, listed)], wanted.number
+    which = f"GPUs {first + 1} to {first + len(drawn)} of {len(known)} are drawn" if drawn else "no GPU is drawn"
+    return Page(
+        "timeline",
+        "Timeline",
+        tables,
+        number,
+        text=f"{instant(start)} to {instant(end)}; {which}.",
+        drawing=timeline(drawn, bars, marks, Scale(start, end)) if drawn else "",
+        drawing_more=last < len(known),
+        notes=tuple(each for each in (why, cut) if each),
     )
-    text = f"{instant(start)} to {instant(end)}; {len(drawn)} of {len(known)} GPUs are drawn."
-    drawing = timeline(drawn, bars, marks, Scale(start, end)) if drawn else ""
-    return Page("timeline", "Timeline", (table,), wanted.number, text=text, drawing=drawing)
 
 
 def fairness(sources: Sources, wanted: Wanted) -> Page:
@@ -301,15 +336,14 @@ def report(sources: Sources, wanted: Wanted) -> Page:
     if by not in reports.SUMMED_BY:
         raise usage(f"by is {by!r}", f"choose one of {', '.join(reports.SUMMED_BY)}")
     found, why = history.report(sources, cast("reports.By", by), wanted.edges, moment)
-    shown = [reports.document(row) for row in found[: wanted.number * ROWS_MAX + 1]]
+    before = rows_before(wanted.number)
+    shown = [reports.document(row) for row in found[before : before + ROWS_MAX + 1]]
     columns, rows = views.report_sheet({"by": by, "report": shown})
     named = [APP if column == "app" else Column(column) for column in columns]
     total = sum(row.had_gpu_s for row in found)
     text = f"{total / 3600:.2f} GPU-hours in all."
-    return Page(
-        "report", "Report", (sheet("report", "GPU time", named, rows, wanted.number),), wanted.number, text=text,  # type: ignore[arg-type]
-        notes=(why,) if why else (),
-    )  # fmt: skip
+    table = sheet("report", "GPU time", named, rows, wanted.number, skipped=before)  # type: ignore[arg-type]
+    return Page("report", "Report", (table,), wanted.number, text=text, notes=(why,) if why else ())
 
 
 #: The pages without a name in their address.

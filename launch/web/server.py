@@ -46,7 +46,8 @@ OPEN = frozenset({"/healthz", "/style.css", "/favicon.ico"})
 BEHIND_PROXY = "behind a proxy, or for other hosts, start gpu-arbiter web with --token-file FILE"
 #: A round that is not decided for so long is one of a policy that does not answer: as the alert NoRoundWhilePending.
 OVERDUE_S_MAX = 300.0
-PAGE_MAX = 1_000_000
+#: So the first twenty million rows of a table can be read.
+PAGE_MAX = 100_000
 NAME_CHARS_MAX = 200
 
 Scope = MutableMapping[str, Any]
@@ -190,7 +191,7 @@ class _Shown:
     def _answer(self, request: Request, form: str, build: Callable[[int], Page]) -> Response:
         number = request.query_params.get("page", "1")
         if not number.isascii() or not number.isdecimal() or not 0 < int(number[:9]) <= PAGE_MAX:
-            return self._wrong(request, f"page is {number[:20]!r}, and must be a number from 1 on", 400)
+            return self._wrong(request, f"page is {number[:20]!r}, and must be a number from 1 to {PAGE_MAX}", 400)
         try:
             page = build(int(number[:9]))
         except pages.NoSuchPage as error:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 
@@ -35,7 +35,10 @@ class Sheet(Struct, frozen=True):
 
 
 class Page(Struct, frozen=True):
-    """All that one address shows. `text` is for reading, `drawing` is SVG that we have made, `notes` are sentences."""
+    """All that one address shows. `text` is for reading, `drawing` is SVG that we have made, `notes` are sentences.
+
+    `drawing_more` says that the drawing goes on, on the next page.
+    """
 
     name: str
     title: str
@@ -43,20 +46,45 @@ class Page(Struct, frozen=True):
     number: int = 1
     text: str = ""
     drawing: str = ""
+    drawing_more: bool = False
     notes: tuple[str, ...] = ()
 
     @property
     def more(self) -> bool:
         """Whether there is a next page."""
-        return any(sheet.more for sheet in self.sheets)
+        return self.drawing_more or any(sheet.more for sheet in self.sheets)
 
 
-def sheet(name: str, title: str, columns: Sequence[str | Column], rows: Iterable[Sequence[Cell]], number: int) -> Sheet:
-    """Return a table with the rows of one page, of all its rows; it takes no more of them than it needs.
+def rows_before(number: int) -> int:
+    """Return how many rows of a table stand on the pages before this one."""
+    return (number - 1) * ROWS_MAX
 
-    Nothing that a task has printed gets into it, as ledgers of earlier versions may hold some.
+
+RowT = TypeVar("RowT")
+
+
+def read_on(head: Sequence[RowT], read: Callable[[int, int], Sequence[RowT]], number: int) -> Sequence[RowT]:
+    """Return the rows of a page and one more: first those of `head`, then those that `read(limit, offset)` returns."""
+    before = rows_before(number)
+    own = head[before : before + ROWS_MAX + 1]
+    return [*own, *read(ROWS_MAX + 1 - len(own), max(0, before - len(head)))]
+
+
+def sheet(
+    name: str,
+    title: str,
+    columns: Sequence[str | Column],
+    rows: Iterable[Sequence[Cell]],
+    number: int,
+    *,
+    skipped: int = 0,
+) -> Sheet:
+    """Return a table with the rows of one page, of all its rows but the first `skipped`, which were never made.
+
+    It takes no more rows than it needs. Nothing that a task has printed gets into it, as ledgers of earlier versions
+    may hold some.
     """
-    first = (number - 1) * ROWS_MAX
+    first = rows_before(number) - skipped
     shown = [tuple(map(_discreet, row)) for row in islice(rows, first, first + ROWS_MAX + 1)]
     named = tuple(each if isinstance(each, Column) else Column(each) for each in columns)
     return Sheet(name, title, named, tuple(shown[:ROWS_MAX]), len(shown) > ROWS_MAX)
@@ -78,7 +106,7 @@ def as_json(page: Page) -> str:
         for each in page.sheets
     ]
     document: dict[str, Any] = {"schema": "web-page/v1", "page": page.name, "title": page.title, "number": page.number}
-    document |= {"text": page.text, "notes": list(page.notes), "tables": tables}
+    document |= {"more": page.more, "text": page.text, "notes": list(page.notes), "tables": tables}
     return json.dumps(document, ensure_ascii=False) + "\n"
 
 

@@ -32,7 +32,7 @@ from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAw
 from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
-from protocol.messages import AppId, EventFilter, GpuId, LeaseId, NodeId, TaskId, TenantId
+from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TaskId, TenantId
 from tests.support.postgres import PrivatePostgres
 
 
@@ -402,12 +402,47 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
         assert not ledger.has(stretch("l1", 20.0, 25.0))
         assert ledger.gpu_time(24.0, 99.0, known=99.0) == [(*ana, 1.0, 1.0), (*bob, 6.0, 0.0)]
         assert ledger.gpu_time(29.0, 99.0, known=99.0) == [(*bob, 1.0, 0.0)], "a part of the whole that is small"
-        assert ledger.stretches_between(0.0, inf) == [first, last, other]
+        assert ledger.stretches_between(0.0, inf) == [other, last, first]
         assert ledger.stretches_between(0.0, 11.0) == [first], "the others begin later"
-        assert ledger.stretches_between(20.0, 26.0, limit=1, offset=1) == [other]
-        assert ledger.stretches_between(0.0, 99.0, gpus=("g",)) == [first, last]
+        assert ledger.stretches_between(20.0, 26.0, limit=1, offset=1) == [last]
+        assert ledger.stretches_between(0.0, 99.0, gpus=("g",)) == [last, first]
+        assert ledger.gpus_at(AppId("ana-1"), NodeId("n1"), 20.0) == ["g"]
+        assert (
+            ledger.gpus_at(AppId("ana-1"), NodeId("n1"), 26.5)
+            == ledger.gpus_at(AppId("bob-1"), NodeId("n1"), 9.0)
+            == []
+        )
         assert ledger.gpus_between(0.0, 99.0) == [("n1", "f"), ("n1", "g")]
         assert ledger.gpus_between(26.0, 99.0) == [("n1", "f")]
+
+
+def test_the_ledger_tells_preemptions_and_parks_with_their_ends(store: Store) -> None:
+    """Attempt 1 was parked at 10 and goes on at 30, is parked at 50, and ends at 90; attempt 2 is parked for good."""
+    told: list[tuple[float, EventKind, str | None]] = [
+        *((10.0, "suspended", "a-1.0-a1"), (20.0, "suspended", "a-1.0-a2"), (25.0, "preempted", None)),
+        *((30.0, "resumed", "a-1.0-a1"), (50.0, "suspended", "a-1.0-a1"), (90.0, "exited", "a-1.0-a1")),
+    ]
+    events = [
+        EventRecord(number, at, kind, "", AppId("a-1"), TenantId("t"), NodeId("n1"), task and TaskId(task))
+        for number, (at, kind, task) in enumerate(told)
+    ]
+    elsewhere = EventRecord(9, 60.0, "suspended", "", AppId("b-1"), TenantId("t"), NodeId("n2"), TaskId("b-1.0-a0"))
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.write(*events, elsewhere)
+        first, second, cut, _, third, _ = events
+        assert ledger.interruptions(0.0, inf, nodes=("n1",), limit=9) == [
+            *((third, 90.0), (cut, None), (second, None), (first, 30.0))
+        ]
+        assert ledger.interruptions(10.0, 50.0, limit=9) == [(cut, None), (second, None), (first, 30.0)]
+        assert ledger.interruptions(0.0, inf, limit=1, offset=1) == [(third, 90.0)]
+        assert ledger.open_parks(10.0) == [], "the first begins then"
+        assert ledger.open_parks(29.0) == [(second, None), (first, 30.0)]
+        assert ledger.open_parks(55.0) == [(third, 90.0), (second, None)]
+        assert ledger.open_parks(55.0, most=1) == [(third, 90.0)]
+        assert ledger.open_parks(99.0) == [(elsewhere, None), (second, None)]
+        ledger.write(EventRecord(10, 95.0, "finished", "", AppId("a-1"), TenantId("t")))
+        assert ledger.open_parks(99.0) == [(elsewhere, None)], "an app that is over has nothing parked"
+        assert ledger.open_parks(94.0) == [(elsewhere, None), (second, 95.0)]
 
 
 def test_two_losses_of_a_task_at_one_moment_both_count(store: Store) -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import signal
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
@@ -17,8 +19,10 @@ from urllib.parse import urlsplit
 from urllib.request import urlopen
 
 import pytest
+from msgspec.structs import replace
 
-from arbiter.core.effects import EventRecord, Record, StretchRecord
+from arbiter.core.effects import EventRecord, Record, RoundRecord, StretchRecord
+from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.queries import Queries
 from launch import views
@@ -46,7 +50,8 @@ pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
 from launch.web import drawing, history, sources
 from launch.web.drawing import Bar, Mark, Scale
-from launch.web.server import CSP, make_app
+from launch.web.pages import GPUS_DRAWN
+from launch.web.server import CSP, PAGE_MAX, make_app
 from launch.web.sheets import ROWS_MAX
 
 ADDRESSES = ("/", "/timeline", "/apps/ana-1", "/fairness", "/rounds", "/rounds/1", "/report")
@@ -247,36 +252,119 @@ def test_rounds_and_one_round_are_those_of_the_ledger(browser: Browser, asked: A
     assert {row["app"]: row["gpus"] for row in rows} == {each.app: str(len(each.gpus)) for each in first.outcomes}
 
 
-def test_json_and_csv_have_the_same_figures(browser: Browser) -> None:
-    for address in ADDRESSES:
-        path = "/now" if address == "/" else address
-        status, headers, body = browser.get(f"{path}.json")
-        assert (status, headers["content-type"]) == (200, "application/json")
-        page = browser.read(address)
-        document = json.loads(body)
-        for table in document["tables"]:
-            told = len(page.tables[table["name"]]) - 1
-            assert told == max(1, len(table["rows"])), (address, table["name"])
-            status, headers, csv = browser.get(f"{path}.csv?table={table['name']}")
-            assert (status, headers["content-type"].partition(";")[0]) == (200, "text/csv")
-            assert csv.count("\n") == len(table["rows"]) + 1
-    assert browser.get("/now.csv?table=nope")[0] == 404
+def shown(value: Any) -> str:
+    """Return a value of JSON as a reader of the page sees it."""
+    if value is None or value == "":
+        return "–"  # noqa: RUF001 - a dash for nothing
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
-def test_tables_have_pages_of_two_hundred_rows(browser: Browser, asked: Asked) -> None:
-    site = asked.books.site
-    for number in range(ROWS_MAX + 3):
-        site.app(f"zoe-{number}")
-    first, second = (browser.read(f"/?page={number}").rows("apps") for number in (1, 2))
-    assert (len(first), len(second)) == (ROWS_MAX, 5)
-    assert len({row["app"] for row in first + second}) == ROWS_MAX + 5
-    links = [attrs for tag, attrs in browser.read("/").tags if attrs.get("rel") == "next"]
-    assert [each["href"] for each in links] == ["/now?&page=2"]
+@pytest.mark.parametrize("address", [*ADDRESSES, "/timeline?from=1970-01-01T00:16:00Z", "/report?by=app"])
+def test_json_and_csv_have_the_same_figures_as_the_page(browser: Browser, asked: Asked, address: str) -> None:
+    asked.books.ledger.write(parked("ben-1.0-a0", asked.books.site.now - 5.0))
+    path, _, query = address.partition("?")
+    path = "/now" if path == "/" else path
+    status, headers, body = browser.get(f"{path}.json?{query}")
+    assert (status, headers["content-type"]) == (200, "application/json")
+    page, document = browser.read(address), json.loads(body)
+    assert set(page.tables) == {table["name"] for table in document["tables"]}
+    assert page.tables, "the scene"
+    for table in document["tables"]:
+        rows, name = table["rows"], table["name"]
+        cells = [[shown(value) for value in row.values()] for row in rows]
+        assert page.tables[name][1:] == (cells or [["nothing"]]), name
+        status, headers, told = browser.get(f"{path}.csv?{query}&table={name}")
+        assert (status, headers["content-type"].partition(";")[0]) == (200, "text/csv")
+        header, *lines = csv.reader(told.splitlines())
+        assert [each.replace("_", " ") for each in header] == page.tables[name][0]
+        assert lines == [["" if value is None else str(value) for value in row.values()] for row in rows], name
+
+
+def test_a_table_that_is_not_there_is_named_with_those_that_are(browser: Browser) -> None:
+    status, _, body = browser.get("/now.csv?table=nope")
+    assert (status, "this page has gpus, apps, rounds" in body) == (404, True)
+
+
+def many(asked: Asked, count: int) -> None:
+    """Write so many rounds that speak of p-1, and as many apps p-N with a stretch each, into the ledger."""
+    for number in range(count):
+        outcomes = (Outcome(AppId("p-1"), (), "others came first"),)
+        asked.books.ledger.write(
+            RoundRecord(100 + number, float(number), 0.1, (), (), (), (), outcomes, True, {}),
+            stretch("g1", number, number + 0.25),
+            replace(stretch("g2", number, number + 0.5), app=AppId(f"p-{number + 1}"), lease=LeaseId(f"l{number}")),
+        )
+
+
+@pytest.mark.parametrize(
+    ("address", "table", "column"),
+    [
+        ("/rounds.json", "rounds", "round"),
+        ("/apps/p-1.json", "rounds", "round"),
+        ("/apps/p-1.json", "gpu_time", "from"),
+        ("/timeline.json?from=1970-01-01T00:00:01Z&to=1970-01-01T00:16:00Z", "stretches", "to"),
+        ("/timeline.json?from=1970-01-01T00:00:01Z", "stretches", "to"),
+        ("/report.json?by=app&to=1970-01-01T00:16:00Z&from=1970-01-01", "report", "app"),
+    ],
+)
+def test_each_row_is_on_one_page_and_in_one_order(
+    browser: Browser, asked: Asked, address: str, table: str, column: str
+) -> None:
+    many(asked, 2 * ROWS_MAX + 3)
+
+    def page(number: int) -> dict[str, Any]:
+        document = json.loads(browser.get(f"{address}{'&' if '?' in address else '?'}page={number}")[2])
+        (found,) = (each for each in document["tables"] if each["name"] == table)
+        return found  # type: ignore[no-any-return]
+
+    pages = [page(1)]
+    while pages[-1]["more"]:
+        pages.append(page(len(pages) + 1))
+    assert len(pages) >= 3, "the scene"
+    assert {len(each["rows"]) for each in pages[:-1]} == {ROWS_MAX}
+    rows = [json.dumps(row) for each in pages for row in each["rows"]]
+    assert len(rows) == len(set(rows)) >= 2 * ROWS_MAX + 3
+    names = [row[column] for each in pages for row in each["rows"]]
+    if column != "app":
+        assert names == sorted(names, reverse=True)
+    assert page(len(pages) + 1) == {**pages[0], "rows": [], "more": False}
+
+
+def test_each_gpu_is_drawn_on_one_page_which_a_link_leads_to(browser: Browser, asked: Asked) -> None:
+    names = [f"g{number:02d}" for number in range(GPUS_DRAWN + 1)]
+    asked.books.ledger.write(*(stretch(name, 0.0, 60.0) for name in names))
+    address = "/timeline?from=1970-01-01T00:00:01Z&to=1970-01-01T00:00:50Z"
+    drawn = list[str]()
+    for number in (1, 2):
+        page = browser.read(f"{address}&page={number}")
+        drawn += [name for name in names if f"n1 {name}" in page.text]
+        links = [attrs["href"] for tag, attrs in page.tags if attrs.get("rel") == "next"]
+        assert [str(each).rpartition("&")[2] for each in links] == (["page=2"] if number == 1 else [])
+    assert drawn == names
+    document = json.loads(browser.get(address.replace("?", ".json?"))[2])
+    assert (document["more"], [each["more"] for each in document["tables"]]) == (True, [False, False])
+    assert "GPUs 1 to 64 of 65 are drawn" in document["text"]
+
+
+@pytest.mark.parametrize("address", [*ADDRESSES[1:], "/now"])
+def test_a_page_far_behind_the_last_costs_no_memory(browser: Browser, address: str) -> None:
+    browser.get(address)
+    tracemalloc.start()
+    try:
+        told = [browser.get(f"{address}{form}?page={PAGE_MAX}")[0] for form in ("", ".json", ".csv")]
+        told += [browser.get(f"{address}?page={number}")[0] for number in (1_000_000, 10**30)]
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert told == [200, 200, 200, 400, 400]
+    assert peak < 4 * 2**20
 
 
 def test_without_the_arbiter_pages_say_so_and_show_the_ledger(browser: Browser, asked: Asked) -> None:
     asked.away = True
-    for address in ("/", "/fairness", "/report", "/apps/ana-1"):
+    for address in ("/", "/timeline", "/fairness", "/report", "/apps/ana-1"):
         assert "the arbiter does not answer. This page shows the ledger." in browser.read(address).text
     rows = browser.read("/report").rows("report")
     assert [(row["tenant"], row["gpu seconds"]) for row in rows] == [("team", "25.00")], "what ben holds is not over"
@@ -448,19 +536,67 @@ def test_weeks_are_differences_between_samples_and_a_count_that_began_anew_takes
     ]
 
 
+def parked(task_: str, at_: float, *, kind: str = "suspended") -> EventRecord:
+    app, number = task_.partition(".")[0], int(at_ * 1e3)
+    return EventRecord(number, at_, kind, "", AppId(app), TEAM, NodeId("n1"), TaskId(task_))  # type: ignore[arg-type]
+
+
 def test_a_park_is_drawn_from_its_beginning_to_its_end_on_the_gpus_that_the_app_had(asked: Asked) -> None:
     ledger = asked.books.ledger
-    names = {"app": AppId("p-1"), "tenant": TEAM, "node": NodeId("n1"), "task": TaskId("p-1.0-a0")}
-    for number, (kind, at_) in enumerate((("suspended", 60.0), ("resumed", 90.0), ("suspended", 95.0))):
-        ledger.write(EventRecord(1000 + number, at_, kind, "", **names))  # type: ignore[arg-type]
+    ledger.write(parked("p-1.0-a0", 60.0), parked("p-1.0-a0", 90.0, kind="resumed"), parked("p-1.0-a0", 95.0))
     ledger.write(EventRecord(2000, 95.0, "preempted", "", AppId("p-1"), TEAM, NodeId("n1"), gpus=(GpuId("g1"),)))
     had = [stretch("g1", 0.0, 100.0), stretch("g2", 0.0, 50.0), stretch("g3", 0.0, 200.0, node="n2")]
-    marks = history.marks(ledger, had, 0.0, 200.0)
-    assert [(mark.gpu, mark.start, mark.end) for mark in marks] == [
-        ("g1", 95.0, 95.0),
+    marks, note = history.Interruptions(ledger, (), 0.0, 200.0).marks(had, now=150.0)
+    assert note == ""
+    assert sorted((mark.gpu, mark.start, mark.end) for mark in marks) == [
         ("g1", 60.0, 90.0),
-        ("g1", 95.0, 200.0),
+        ("g1", 95.0, 95.0),
+        ("g1", 95.0, 150.0),
     ]
+
+
+def test_a_park_that_began_before_the_period_is_drawn_and_listed_with_those_of_it(
+    browser: Browser, asked: Asked
+) -> None:
+    """One ends in the period, one lasts longer, and that of ben-1, who has a lease now, is of the period."""
+    ledger, now = asked.books.ledger, asked.books.site.now
+    ledger.write(stretch("g1", 0.0, 60.0), replace(stretch("g2", 0.0, 70.0), app=AppId("q-1")))
+    ledger.write(parked("p-1.0-a0", 60.0), parked("q-1.0-a0", 70.0))
+    for number in (1, 2):  # other apps are on these GPUs in the period
+        ledger.write(replace(stretch(f"g{number}", 1000.0, 1030.0), app=AppId("z-1"), lease=LeaseId(f"z-1/g{number}")))
+    ledger.write(parked("ben-1.0-a0", 1010.0), parked("p-1.0-a0", 1025.0, kind="exited"))
+    address = "/timeline?from=1970-01-01T00:16:41Z"
+    page, svg = browser.read(address), browser.get(address)[2]
+    (mine,) = asked.books.site.held("ben-1")
+    rows = page.rows("interruptions")
+    assert [(row["what"], row["app"], row["gpus"], row["from"][14:19], row["to"][14:19]) for row in rows] == [
+        ("parked", "q-1", "g2", "01:10", ""),
+        ("parked", "p-1", "g1", "01:00", "17:05"),
+        ("parked", "ben-1", mine, "16:50", ""),
+    ]
+    assert bars_of(svg)["parked"] == 3
+    assert now < 1060.0, "the scene"
+    ends = {each.partition("h")[2].partition(" ")[0] for each in svg.partition('class="parked" d="M')[2].split("M")}
+    assert len(ends) == 3, "each has its own length"
+
+
+def test_a_drawing_that_leaves_some_preemptions_out_says_which(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(history, "EVENTS_DRAWN", 2)
+    cuts = [
+        EventRecord(n, 10.0 * n, "preempted", "", AppId("p-1"), TEAM, NodeId("n1"), gpus=(GpuId("g1"),))
+        for n in (1, 2, 3)
+    ]
+    asked.books.ledger.write(stretch("g1", 0.0, 60.0), *cuts[:2])
+    address = "/timeline?from=1970-01-01T00:00:01Z&to=1970-01-01T00:00:50Z"
+    assert "Only the newest" not in browser.read(address).text
+    asked.books.ledger.write(cuts[2])
+    page = browser.read(address)
+    assert (
+        "Only the newest 2 preemptions and parks are drawn, and none from before 1970-01-01T00:00:20.000Z" in page.text
+    )
+    assert len(page.rows("interruptions")) == 3
 
 
 def stretch(gpu: str, start: float, end: float, *, node: str = "n1") -> StretchRecord:
@@ -472,5 +608,13 @@ def test_the_timeline_has_what_is_held_now_and_what_is_over(browser: Browser, as
     (mine,) = asked.books.site.held("ben-1")
     assert bars_of(body) == {"ana-1": 1, "ana-1, leaving": 1, "ben-1": 1}
     assert f"n1 {mine}" in body
+    rows = Read(body).rows("stretches")
+    assert [(row["app"], row["held now"], row["gpu"], row["gpu seconds"]) for row in rows] == [
+        ("ben-1", "yes", mine, "40.00"),
+        ("ana-1", "no", rows[1]["gpu"], "5.00"),
+        ("ana-1", "no", rows[1]["gpu"], "20.00"),
+    ]
+    (own,) = browser.read("/apps/ben-1").rows("gpu_time")
+    assert (own["held now"], own["gpu seconds"]) == ("yes", "40.00")
     earlier = browser.get("/timeline?from=1970-01-01T00:10:00Z&to=1970-01-01T00:16:50Z")[2]
     assert bars_of(earlier) == {"ana-1": 1, "ben-1": 1}, "ben had it then, and has it now"
