@@ -8,12 +8,11 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launch.faults import journal_place, usage
+from launch import participants
+from launch.faults import journal_place
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
-from protocol.bus.provision import broker_config, gateway_commands, user_commands
-from protocol.messages import ARBITER, Party
-from protocol.topology import Topology
+from protocol.bus.provision import broker_config
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -63,22 +62,5 @@ def provision(
     with answering(as_json=False):
         if party == "broker":
             say(broker_config())
-        elif party.startswith("gateway-"):
-            name = _party(party.replace("gateway-", "app-", 1)).id
-            say("\n".join(gateway_commands(name, Topology(prefix=prefix), vhost)))
         else:
-            say("\n".join(user_commands(_party(party), Topology(prefix=prefix), vhost)))
-
-
-def _party(user: str) -> Party:
-    """Return the participant that the broker knows as `user`."""
-    if user == ARBITER.user:
-        return ARBITER
-    role, _, name = user.partition("-")
-    try:
-        return msgspec.convert({"role": role, "id": name} if role in ("node", "app") else None, Party)
-    except msgspec.ValidationError:
-        raise usage(
-            f"{user!r} is no participant",
-            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes",
-        ) from None
+            say("\n".join(participants.commands(party, vhost, prefix)))
