@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from launch import participants
-from launch.faults import journal_place
+from launch.faults import journal_place, usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
 from protocol.bus.provision import broker_config
@@ -31,6 +31,12 @@ def doctor(
     journal_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the same of a database: the arbiter's journal_file")
     ] = None,
+    site: Annotated[
+        bool, typer.Option("--site", help="also check the whole site: broker, TLS, clocks, releases, fairness")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --site: the arbiter.toml whose settings are tried")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this host, the broker and the daemons; exit 1 if anything must be mended."""
@@ -38,8 +44,14 @@ def doctor(
 
     as_json = wants_json(json)
     with answering(as_json=as_json):
+        if config is not None and not site:
+            raise usage("--config is of no use without --site", "add --site")
         place = journal_place(journal, journal_file)
         found = list(examination.checks(bus, place))
+        if site:
+            from launch import site_checks
+
+            found += site_checks.checks(config)
     broken = any(check.verdict == "fail" for check in found)
     if as_json:
         emit({"schema": "doctor/v1", "ok": not broken, "checks": [msgspec.to_builtins(check) for check in found]})
