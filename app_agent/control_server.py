@@ -70,6 +70,7 @@ from protocol.messages import (
     ProbeReply,
     Query,
 )
+from protocol.release import release
 from protocol.shell import Shell
 
 #: Longest request: a search of a thousand trials of a hundred words each.
@@ -290,6 +291,7 @@ class ControlServer:
                     "reached": self._shell.reached,
                     "bus": self._bus.url,
                     "outage": self._told_outage(),
+                    "release": release(),
                 }
             case _ as never:
                 assert_never(never)

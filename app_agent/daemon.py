@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import secrets
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from app_agent import control_server
 from app_agent.config import AppConfig, default_socket
@@ -24,8 +26,9 @@ from app_agent.core.host import (
 )
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, ResumedClock
+from protocol.core import Connected, Received, Send, Tick
 from protocol.journal.sqlite import SqliteJournal
-from protocol.messages import OwnerId, Party
+from protocol.messages import AppReport, OwnerId, Party
 from protocol.private import state_folder
 from protocol.release import release
 from protocol.shell import Shell
@@ -69,7 +72,7 @@ async def run_app_host(
         host, clock = restored(journal, config)
         control = ControlServer(host, config)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
-            host,
+            DatedHost(host),
             bus,
             Party("app", config.owner),
             perform=control.perform,
@@ -89,6 +92,25 @@ async def run_app_host(
             await _run(shell, control, listener, config.owner, on_ready)
         finally:
             path.unlink(missing_ok=True)
+
+
+class DatedHost:
+    """The host core of an owner, with the time of this host's clock and the release of the program in its reports."""
+
+    def __init__(self, host: AppHost) -> None:
+        """Add them to what `host` says."""
+        self._host = host
+        self._release = release()
+        self.deadline = host.deadline
+
+    def handle(self, event: OwnEvent | Received | Tick | Connected, now: float) -> Sequence[OwnEffect | Send]:
+        """Return the effects of the core."""
+        return [self._dated(effect) for effect in self._host.handle(event, now)]
+
+    def _dated(self, effect: OwnEffect | Send) -> OwnEffect | Send:
+        if isinstance(effect, Send) and isinstance(effect.message, AppReport):
+            return replace(effect, message=replace(effect.message, wall_s=time.time(), release=self._release))
+        return effect
 
 
 async def _run(

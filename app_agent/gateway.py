@@ -29,8 +29,8 @@ from msgspec.structs import replace
 from app_agent import control_server
 from app_agent.config import AppConfig
 from app_agent.control_server import ControlServer
-from app_agent.core.host import AppHost, OwnEffect, OwnEvent
-from app_agent.daemon import SNAPSHOT_EVERY, open_journal, restored
+from app_agent.core.host import OwnEffect, OwnEvent
+from app_agent.daemon import SNAPSHOT_EVERY, DatedHost, open_journal, restored
 from protocol import config, warrants
 from protocol.bus import Bus
 from protocol.config import ConfigError
@@ -245,7 +245,7 @@ class Hosts:
         host, clock = restored(journal, app)
         control = ControlServer(host, app)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
-            _SigningHost(host, self._signer, owner),
+            _SigningHost(DatedHost(host), self._signer, owner),
             self._bus,
             Party("app", owner),
             perform=control.perform,
@@ -316,7 +316,7 @@ class Signer:
 class _SigningHost:
     """The host core of an owner, whose reports are signed as they leave; the core itself knows no key."""
 
-    def __init__(self, host: AppHost, signer: Signer, owner: str) -> None:
+    def __init__(self, host: DatedHost, signer: Signer, owner: str) -> None:
         self._host, self._signer, self._owner = host, signer, owner
         self.deadline = host.deadline
 

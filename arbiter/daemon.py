@@ -49,7 +49,7 @@ from protocol.core import Send
 from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
-from protocol.messages import ARBITER, AnyMessage, AppId, LogChunk, NodeReport, Party, Query, TerminalDoor
+from protocol.messages import ARBITER, AnyMessage, AppId, AppReport, LogChunk, NodeReport, Party, Query, TerminalDoor
 from protocol.private import state_folder
 from protocol.release import release
 from protocol.shell import Shell
@@ -353,7 +353,11 @@ class _Performer:
                 return self._queries.ask(sender, message, self._shell.now())
             case LogChunk() | TerminalDoor():
                 return self._queries.deliver(sender, message)
-            case NodeReport(node=node, boot_id=boot, wall_s=wall_s):
+            case AppReport(release=said, wall_s=wall_s):
+                self._queries.hear(sender, said, wall_s, self._shell.now())
+                return None
+            case NodeReport(node=node, boot_id=boot, wall_s=wall_s, release=said):
+                self._queries.hear(sender, said, wall_s, self._shell.now())
                 if self._clock is not None and self._clock.hear(node, boot, wall_s):
                     self._clock_moved.set()
                 return None

@@ -57,6 +57,7 @@ from protocol.messages import (
     device_of,
     locality,
 )
+from protocol.release import release
 
 #: Questions about logs and terminals that wait for a node at any time; the oldest is dropped, and its asker asks again.
 WAITING_MAX = 1000
@@ -74,6 +75,8 @@ MEASURED = (
     *("source", "confidence", "periods", "share", "utilisation", "peak_bytes", "trough_bytes", "reserved_bytes"),
     *("packed_with", "remark"),
 )
+#: Daemons whose newest word on themselves is kept.
+HEARD_MAX = 20_000
 #: Below the codec's limit for a frame.
 DOCUMENT_BYTES_MAX = 3 * 2**20
 #: Of a list's entries on one page: the questions of others must not wait for a long list.
@@ -92,6 +95,14 @@ class LostRound(Struct, frozen=True):
         return losses.explained(self.inputs, self.record, self.app)
 
 
+class Heard(Struct, frozen=True):
+    """What a daemon last said of itself: its release, and how far its host's clock was ahead of the arbiter's then."""
+
+    release: str
+    ahead_s: float | None
+    at: float
+
+
 class Queries:
     """Answers for one arbiter."""
 
@@ -100,8 +111,16 @@ class Queries:
         self._arbiter = arbiter
         self._ledger = ledger
         self._waiting: OrderedDict[str, tuple[Party, Party]] = OrderedDict()  #: by question: its asker, and the node
+        self._heard: OrderedDict[Party, Heard] = OrderedDict()
         self._found: tuple[Obstacle | None, bool] | None = None
         self._losses: Mapping[int, Outcome] = {}
+
+    def hear(self, sender: Party, said: str, wall_s: float, now: float) -> None:
+        """Note what a report says of the daemon that sent it: its release, and the clock of its host (0: it is old)."""
+        self._heard[sender] = Heard(said, wall_s - now if wall_s else None, now)
+        self._heard.move_to_end(sender)
+        if len(self._heard) > HEARD_MAX:
+            self._heard.popitem(last=False)
 
     def takes_long(self, query: Query) -> bool:
         """Whether `inquiry` or `lost` may have something to try out before a question is answered. Costs little."""
@@ -213,6 +232,8 @@ class Queries:
         match query.kind:
             case "apps":
                 return [_answer(sender, query, self._apps(now, query))]
+            case "nodes" if query.target == "daemons":
+                return [_answer(sender, query, self._daemons(now, query))]
             case "nodes":
                 return [_answer(sender, query, self._nodes(now, query))]
             case "rounds":
@@ -414,6 +435,22 @@ class Queries:
             for gpu in dict.fromkeys(map(device_of, task.gpus if task.phase != "exited" else ())):
                 tasks.setdefault(gpu, []).append(task.id)
         return {"schema": "nodes/v1", **_page("nodes", query, (self._node(node, now, tasks) for node in nodes))}
+
+    def _daemons(self, now: float, query: Query) -> dict[str, Any]:
+        """Return the release and the clock of each daemon that reports; an app agent without apps does not."""
+        heard = sorted(self._heard.items(), key=lambda item: (item[0].role, item[0].id))[query.offset :]
+        entries = (
+            {
+                "role": party.role,
+                "id": party.id,
+                "release": said.release,
+                "clock_ahead_s": said.ahead_s,
+                "last_heard_s": now - said.at,
+            }
+            for party, said in heard
+        )
+        page = _page("daemons", query, entries)
+        return {"schema": "daemons/v1", "release": release(), "at": instant(now), **page}
 
     def _node(self, node: model.Node, now: float, tasks: Mapping[str, Sequence[TaskId]]) -> dict[str, Any]:
         up = isinstance(node.state, model.Up)

@@ -30,8 +30,8 @@ from protocol import exit_codes
 from protocol.bus import BusError
 from protocol.journal import JournalError
 from protocol.journal.database import without_password
-from protocol.journal.postgres import PostgresJournal
-from protocol.journal.sqlite import newest_event
+from protocol.journal.postgres import VERSION, PostgresJournal
+from protocol.journal.sqlite import newest_event, tables_version
 from protocol.messages import Party
 from protocol.release import release
 
@@ -181,12 +181,14 @@ def _store(journal: Path | str) -> Check:
 def _written(journal: Path | str) -> tuple[str, float]:
     """Return who writes a store, in words, and when the newest event came, in seconds."""
     if isinstance(journal, Path):
-        return "", newest_event(journal / JOURNAL.name if journal.is_dir() else journal)
+        file = journal / JOURNAL.name if journal.is_dir() else journal
+        return f"; tables of version {tables_version(file)}", newest_event(file)
     from arbiter.core.arbiter import Event  # heavy
 
     with PostgresJournal[Event].of(journal, Event, program=release(), read_only=True) as shared:
         leader, epoch = shared.leader()
-        return f"; {leader} has led last, in epoch {epoch}" if leader else "; no arbiter has led yet", shared.last_now
+        led = f"; {leader} has led last, in epoch {epoch}" if leader else "; no arbiter has led yet"
+        return f"{led}; tables of version {VERSION}", shared.last_now
 
 
 async def _greet(url: str) -> None:

@@ -32,7 +32,7 @@ MODULES: Mapping[str, Sequence[str]] = {
     "administration": ("drain", "undrain"),
     "doctor": ("doctor", "provision"),
     "backups": ("backup", "restore", "journal"),
-    "installation": ("init", "units"),
+    "installation": ("init", "units", "install", "uninstall"),
     "auction": ("auction",),
     "simulation": ("simulate", "compare", "sweep"),
     "worlds": ("worlds",),

@@ -64,6 +64,7 @@ from protocol.config import ConfigError
 from protocol.core import Send
 from protocol.messages import GpuId, LogChunk, NodeId, NodeReport, Party, TaskId
 from protocol.private import state_folder
+from protocol.release import release
 from protocol.shell import Shell
 from protocol.worker import Counted
 
@@ -281,20 +282,20 @@ def _open(config: NodeConfig) -> DeviceBackend:
 
 
 class _DatedCore:
-    """The core, with the time of the node's clock added to its reports."""
+    """The core, with the time of the node's clock and the release of the program added to its reports."""
 
     def __init__(self, core: NodeAgent) -> None:
         self._core = core
+        self._release = release()
         self.deadline = core.deadline
 
     def handle(self, event: NodeEvent, now: float) -> list[NodeEffect]:
-        return [_dated(effect) for effect in self._core.handle(event, now)]
+        return [self._dated(effect) for effect in self._core.handle(event, now)]
 
-
-def _dated(effect: NodeEffect) -> NodeEffect:
-    if isinstance(effect, Send) and isinstance(effect.message, NodeReport):
-        return replace(effect, message=replace(effect.message, wall_s=time.time()))
-    return effect
+    def _dated(self, effect: NodeEffect) -> NodeEffect:
+        if isinstance(effect, Send) and isinstance(effect.message, NodeReport):
+            return replace(effect, message=replace(effect.message, wall_s=time.time(), release=self._release))
+        return effect
 
 
 class Performer:

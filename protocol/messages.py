@@ -432,6 +432,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
     beat_s: Seconds = 0.0  #: the beat that an arbiter told it; 0: none did
     plans_refused: Count = 0  #: since the node agent started: of other sites, or older than one that it has seen
+    release: Label = ""  #: of the node agent; empty: it does not say
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):
@@ -515,6 +516,8 @@ class AppReport(Struct, frozen=True, tag=True):
     array_over: Count = 0  #: of these, those that have ended
     beat_s: Seconds = 0.0  #: the beat that an arbiter told its app agent; 0: none did
     standing: StandingValuation | None = None  #: None: it is to be asked
+    wall_s: WallClock = 0.0
+    release: Label = ""  #: of the app agent; empty: it does not say
 
 
 class ProbeReply(Struct, frozen=True, tag=True):

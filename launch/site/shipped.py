@@ -22,6 +22,25 @@ def configurations(nodes: Sequence[str], owner: str) -> dict[str, str]:
     }
 
 
+def gateway(name: str) -> str:
+    """Return the configuration of a gateway of that name."""
+    return _renamed(_text("gateway.toml"), "login1", name)
+
+
+def node(name: str, launcher: str = "") -> str:
+    """Return the configuration of a node agent, which has the launcher at that socket start its tasks."""
+    text = _renamed(_text("node.toml"), "n1", name)
+    return "".join(
+        _aligned(line.replace('""', f'"{launcher}"', 1)) if launcher and line.startswith("launcher = ") else line
+        for line in text.splitlines(keepends=True)
+    )
+
+
+def file(name: str) -> str:
+    """Return the text of another file that is shipped."""
+    return _text(name)
+
+
 def units(program: str = PROGRAM) -> dict[str, str]:
     """Return the systemd units by name; they start `program`."""
     return {path.name: _text(path.name).replace(PROGRAM, program) for path in sorted(FOLDER.glob("*.service"))}

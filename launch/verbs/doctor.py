@@ -8,12 +8,11 @@ from typing import Annotated
 import msgspec
 import typer
 
+from launch import participants
 from launch.faults import journal_place, usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
-from protocol.bus.provision import broker_config, gateway_commands, user_commands
-from protocol.messages import ARBITER, Party
-from protocol.topology import Topology
+from protocol.bus.provision import broker_config
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -32,6 +31,12 @@ def doctor(
     journal_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="the same of a database: the arbiter's journal_file")
     ] = None,
+    site: Annotated[
+        bool, typer.Option("--site", help="also check the whole site: broker, TLS, clocks, releases, fairness")
+    ] = False,
+    config: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="with --site: the arbiter.toml whose settings are tried")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check this host, the broker and the daemons; exit 1 if anything must be mended."""
@@ -39,8 +44,14 @@ def doctor(
 
     as_json = wants_json(json)
     with answering(as_json=as_json):
+        if config is not None and not site:
+            raise usage("--config is of no use without --site", "add --site")
         place = journal_place(journal, journal_file)
         found = list(examination.checks(bus, place))
+        if site:
+            from launch import site_checks
+
+            found += site_checks.checks(config)
     broken = any(check.verdict == "fail" for check in found)
     if as_json:
         emit({"schema": "doctor/v1", "ok": not broken, "checks": [msgspec.to_builtins(check) for check in found]})
@@ -63,22 +74,5 @@ def provision(
     with answering(as_json=False):
         if party == "broker":
             say(broker_config())
-        elif party.startswith("gateway-"):
-            name = _party(party.replace("gateway-", "app-", 1)).id
-            say("\n".join(gateway_commands(name, Topology(prefix=prefix), vhost)))
         else:
-            say("\n".join(user_commands(_party(party), Topology(prefix=prefix), vhost)))
-
-
-def _party(user: str) -> Party:
-    """Return the participant that the broker knows as `user`."""
-    if user == ARBITER.user:
-        return ARBITER
-    role, _, name = user.partition("-")
-    try:
-        return msgspec.convert({"role": role, "id": name} if role in ("node", "app") else None, Party)
-    except msgspec.ValidationError:
-        raise usage(
-            f"{user!r} is no participant",
-            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes",
-        ) from None
+            say("\n".join(participants.commands(party, vhost, prefix)))

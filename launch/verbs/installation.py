@@ -1,19 +1,28 @@
-"""`init`: the configuration files of a site. `units`: the systemd units of its daemons."""
+"""`init`: a site's configuration files. `units`: its systemd units. `install`, `uninstall`: a host's part in a site."""
 
 from __future__ import annotations
 
+import os
+import socket
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, cast
+from urllib.parse import urlsplit
 
-import msgspec
 import typer
+from msgspec.structs import replace
 
 from launch.faults import Fault, usage
-from launch.surface import answering, emit, note, say, wants_json
-from protocol.messages import Party
+from launch.participants import checked_id
+from launch.surface import answering, emit, note, plural, say, wants_json
+from protocol import exit_codes
+
+if TYPE_CHECKING:
+    from launch.site.roles import Role
+    from launch.site.steps import Host, Step
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 #: Folders that the units hide from the daemons.
@@ -24,6 +33,8 @@ def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
     app.command()(init)
     app.command()(units)
+    app.command()(install)
+    app.command()(uninstall)
 
 
 def init(
@@ -40,11 +51,11 @@ def init(
     with answering(as_json=as_json):
         from launch.site import shipped
 
-        names = [_id("node", name, "--nodes") for name in nodes.split(",")]
+        names = [checked_id("node", name, "--nodes") for name in nodes.split(",")]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise usage(f"--nodes has {twice[0]} twice", "give each node an id of its own")
-        written = _write(shipped.configurations(names, _id("app", owner, "--owner")), folder)
+        written = _write(shipped.configurations(names, checked_id("app", owner, "--owner")), folder)
         steps = [
             "gpu-arbiter provision broker   # for rabbitmq.conf; then once more for each participant: "
             + ", ".join(("arbiter", *(f"node-{name}" for name in names), f"app-{owner}")),
@@ -69,27 +80,200 @@ def units(
         if to is None:
             _tell("units/v1", [shipped.FOLDER / name for name in shipped.units()], [], as_json=as_json)
             return
-        program = Path(sys.executable).with_name("gpu-arbiter")
-        if not program.is_file():
-            raise Fault(f"there is no {program}, which the units would start", next_step="pip install gpu-arbiter")
+        program = _program()
         written = _write(shipped.units(str(program)), to)
-        if str(program).startswith(HIDDEN):
-            note(f"the units hide {program.parent} from the daemons; make its environment in /opt: docs/operations.md")
+        _tell_of_hidden(program)
         _tell("units/v1", written, ["systemctl daemon-reload"], as_json=as_json)
 
 
-def _id(role: str, name: str, option: str) -> str:
-    """Return `name`, which the broker can know a participant by.
+def install(
+    role: Annotated[str, typer.Argument(help="of this host: arbiter, node, login or broker")],
+    start: Annotated[bool, typer.Option("--start", help="also start the daemons, or start them anew")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and change nothing")] = False,
+    bus_file: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="a file with the broker's address for the daemon")
+    ] = None,
+    id: Annotated[str, typer.Option(help="of a node or a gateway; by default the host's name")] = "",  # noqa: A002
+    launcher: Annotated[bool, typer.Option("--launcher", help="of a node: tasks run as their users")] = False,
+    owner: Annotated[str, typer.Option(help="of a login host: this user's app agent in place of the gateway")] = "",
+    party: Annotated[
+        list[str] | None, typer.Option(metavar="USER", help="of the broker: make this participant; repeatable")
+    ] = None,
+    vhost: Annotated[str, typer.Option(help="the broker's virtual host")] = "gpu",
+    address: Annotated[str, typer.Option(help="the broker's host, as participants reach it; default: its name")] = "",
+    root: Annotated[Path, typer.Option(metavar="FOLDER", help="install below this folder")] = Path("/"),
+    json: Json = False,
+) -> None:
+    """Give this host its part in a site: accounts, folders, configuration and units. Nothing of yours is overwritten.
 
-    Raises
-    ------
-    Fault
-        If it cannot.
+    The plan is printed first, one line for each step. Who does it again finds nothing left to do.
+
+    Example: gpu-arbiter install node --id n1 --bus-file node-n1.url --dry-run
     """
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        from launch.site import roles
+
+        given = {"--id": id, "--launcher": launcher, "--owner": owner, "--party": party, "--bus-file": bus_file}
+        _demand_fitting(role, [option for option, value in given.items() if value])
+        _demand_root(dry_run=dry_run)
+        host = _host(root)
+        wish = roles.Wish(
+            cast("Role", role),
+            id=id,
+            host_name=socket.gethostname(),
+            owner=owner,
+            launcher=launcher,
+            start=start,
+            parties=tuple(party or ()),
+            vhost=vhost,
+            broker_host=address or socket.gethostname(),
+        )
+        with _readable(host):
+            wish = replace(wish, address=_address(bus_file, roles.made_address(wish, host)))
+            steps = roles.steps_of(wish, host)
+            if roles.writes_units(steps, host):
+                program = _program()
+                _tell_of_hidden(program)
+                steps = roles.steps_of(replace(wish, program=str(program)), host)
+        _perform("install/v1", steps, lambda: roles.left_to_do(wish, host), host, as_json=as_json, dry_run=dry_run)
+
+
+def uninstall(
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="print the plan and change nothing")] = False,
+    purge: Annotated[bool, typer.Option("--purge", help="remove state and configuration, too")] = False,
+    force: Annotated[bool, typer.Option("--force", help="also while training runs here, which then goes on")] = False,
+    root: Annotated[Path, typer.Option(metavar="FOLDER", help="uninstall below this folder")] = Path("/"),
+    json: Json = False,
+) -> None:
+    """Stop this host's daemons, and remove their units and what `install` made. What belongs to users stays.
+
+    Example: gpu-arbiter uninstall --dry-run
+    """
+    as_json = wants_json(json)
+    with answering(as_json=as_json):
+        from launch.site import roles
+
+        _demand_root(dry_run=dry_run)
+        host = _host(root)
+        with _readable(host):
+            if not force:
+                roles.demand_no_training(host)
+            steps = roles.removal(host, purge=purge)
+        _perform("uninstall/v1", steps, lambda: roles.left_after(host), host, as_json=as_json, dry_run=dry_run)
+
+
+#: The options that a role has of its own.
+OPTIONS = {
+    "arbiter": ("--bus-file",),
+    "node": ("--bus-file", "--id", "--launcher"),
+    "login": ("--bus-file", "--id", "--owner"),
+    "broker": ("--party",),
+}
+
+
+def _demand_fitting(role: str, given: Sequence[str]) -> None:
+    """Raise `Fault` if there is no such role, or it has no such option."""
+    if role not in OPTIONS:
+        raise usage(f"{role!r} is no role of a host", f"write one of {', '.join(OPTIONS)}")
+    wrong = next((option for option in given if option not in OPTIONS[role]), "")
+    if wrong:
+        of = " or ".join(each for each, options in OPTIONS.items() if wrong in options)
+        raise usage(f"{wrong} is not for the role {role}, but for {of}", "leave it out")
+    if {"--id", "--owner"} <= set(given):
+        raise usage("--id names a gateway, which --owner replaces by an app agent", "leave one of them out")
+
+
+def _demand_root(*, dry_run: bool) -> None:
+    if os.geteuid() and not dry_run:
+        raise Fault(
+            "only root can do this, for accounts, owners of files and units",
+            code=exit_codes.NOT_PERMITTED,
+            next_step="do the same with sudo, or look at the plan with --dry-run",
+        )
+
+
+def _host(root: Path) -> Host:
+    """Return the host below a folder; raises `Fault` if there is no such folder."""
+    from launch.site.steps import Host
+
+    if not root.is_dir():
+        raise usage(f"--root: there is no folder {root}", "name the root of a host")
+    return Host(root.resolve())
+
+
+def _program() -> Path:
+    """Return the command of this installation; raises `Fault` if there is none."""
+    program = Path(sys.executable).with_name("gpu-arbiter")
+    if not program.is_file():
+        raise Fault(f"there is no {program}, which the units would start", next_step="pip install gpu-arbiter")
+    return program
+
+
+def _tell_of_hidden(program: Path) -> None:
+    """Tell of a program that the daemons cannot start: it or its interpreter is in a folder that the units hide."""
+    for path in (program, Path(sys.executable).resolve()):
+        if str(path).startswith(HIDDEN):
+            note(f"the units hide {path.parent} from the daemons; make its environment in /opt: docs/operations.md")
+            return
+
+
+@contextmanager
+def _readable(host: Host) -> Iterator[None]:
+    """Turn an OSError of the looking inside into a `Fault`."""
     try:
-        return msgspec.convert({"role": role, "id": name}, Party).id
-    except msgspec.ValidationError:
-        raise usage(f"{option}: {name!r} is no id", "write lower-case letters, digits and dashes, such as n1") from None
+        yield
+    except OSError as error:
+        mend = "do the same with sudo" if os.geteuid() else "mend that, and do the same again"
+        raise Fault(f"{host.root} cannot be looked at: {error}", next_step=mend) from None
+
+
+def _address(given: Path | None, made: Path | None) -> str:
+    """Return the broker's address in a file; empty without one. Raises `Fault` if it has none."""
+    if given is None and made is None:
+        return ""
+    file = given or made
+    assert file is not None
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise usage(f"--bus-file: {file} cannot be read: {error}", "name a file with the broker's address") from None
+    if urlsplit(text).scheme not in ("amqp", "amqps") or len(text.split()) != 1:
+        raise usage(
+            f"--bus-file: {file} has no address of a broker", "write amqp://USER:PASSWORD@HOST:5672/gpu into it"
+        )
+    return text
+
+
+def _perform(
+    schema: str,
+    steps: Sequence[Step],
+    left: Callable[[], Sequence[str]],
+    host: Host,
+    *,
+    as_json: bool,
+    dry_run: bool,
+) -> None:
+    """Print the plan, and carry it out unless that is all that was asked for. Raises `Fault`."""
+    from launch.site.steps import carry_out, plan
+
+    with _readable(host):
+        planned = plan(steps, host)
+        remains = list(left())
+    if not as_json:
+        say("\n".join(each.line for each in planned) or "nothing of it is on this host")
+    todo = sum(each.look.act != "keep" for each in planned)
+    done = 0 if dry_run else carry_out(planned, host)
+    if as_json:
+        rows = [{"act": each.look.act, "what": each.step.what, "why": each.look.why} for each in planned]
+        emit({"schema": schema, "steps": rows, "done": done, "left": todo - done, "next": remains})
+        return
+    if not todo:
+        note("nothing is left to do" if planned else "nothing was done")
+    else:
+        note(f"{plural(todo, 'step')} would be done" if dry_run else f"{plural(done, 'step')} done")
+    for line in remains:
+        note(f"next: {line}")
 
 
 def _write(files: Mapping[str, str], folder: Path) -> list[Path]:

@@ -130,7 +130,7 @@ def files_of_the_system(root: Path, version: str) -> None:
     for name, kind in (("sysusers.conf", "sysusers.d"), ("tmpfiles.conf", "tmpfiles.d")):
         place = root / "usr/lib" / kind
         place.mkdir(parents=True)
-        shutil.copy(HERE / name, place / "gpu-arbiter.conf")
+        shutil.copy(ROOT / "launch/site/systemd" / name, place / "gpu-arbiter.conf")
     (root / "etc/gpu-arbiter").mkdir(parents=True)
     (root / "usr/bin").mkdir(parents=True)
     (root / "usr/bin/gpu-arbiter").symlink_to(f"/{OPT}/bin/gpu-arbiter")

@@ -407,6 +407,26 @@ def newest_event(journal: Path) -> float:
     return float(now)
 
 
+def tables_version(journal: Path) -> int:
+    """Return the version of a journal's tables; another process may write meanwhile.
+
+    Raises
+    ------
+    JournalError
+        If the file is missing, is no journal, cannot be read, or has tables of a newer version than this program's.
+    """
+    try:
+        with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=READER_S)) as database:
+            application, version = (database.execute(f"PRAGMA {name}").fetchone()[0] for name in _IDENTITY)
+    except sqlite3.Error as error:
+        raise JournalError(f"cannot read the store at {journal}: {error}; check the disk and the path") from error
+    if application != APPLICATION_ID:
+        raise JournalError(f"{journal} is no journal of gpu-arbiter; check the path")
+    if version > VERSION:
+        raise JournalError(f"{journal} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter")
+    return int(version)
+
+
 def hold(journal: Path) -> int:
     """Return the descriptor of the lock that says who writes a journal's file; the kernel lets go with its end.
 

@@ -49,6 +49,7 @@ from protocol.messages import (
     TenantId,
     TerminalDoor,
 )
+from protocol.release import release
 from tests.support.arbiter_site import AUCTION, SETTINGS, Effect, Site, gpu_id, task, wish, with_auction
 
 pytestmark = with_auction
@@ -96,6 +97,28 @@ def test_a_ledger_that_cannot_be_read_costs_the_answers_that_need_it_only(tmp_pa
     assert "ledger.db" in send.message.error
     assert "move the file away" in send.message.error
     assert [app["id"] for app in counter.ask("apps")["apps"]] == ["ana-1"]
+
+
+def test_what_daemons_say_of_themselves_is_told_with_their_clocks() -> None:
+    counter = Counter()
+    counter.queries.hear(Party("node", "n1"), "1.2.0", counter.site.now + 7.5, counter.site.now)
+    counter.queries.hear(ANA, "", 0.0, counter.site.now - 3.0)
+    counter.queries.hear(Party("node", "n1"), "1.3.0", counter.site.now - 2.5, counter.site.now)
+    told = counter.ask("nodes", "daemons")
+    assert (told["schema"], told["release"]) == ("daemons/v1", release())
+    assert told["daemons"] == [
+        {"role": "app", "id": "ana", "release": "", "clock_ahead_s": None, "last_heard_s": 3.0},
+        {"role": "node", "id": "n1", "release": "1.3.0", "clock_ahead_s": -2.5, "last_heard_s": 0.0},
+    ]
+    assert "daemons" not in counter.ask("nodes")
+
+
+def test_no_more_daemons_are_remembered_than_may_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queries, "HEARD_MAX", 2)
+    counter = Counter()
+    for owner in ("ana", "bob", "ana", "eve"):
+        counter.queries.hear(Party("app", owner), "1.0.0", 0.0, 0.0)
+    assert [each["id"] for each in counter.ask("nodes", "daemons")["daemons"]] == ["ana", "eve"]
 
 
 def contended() -> Counter:

@@ -148,6 +148,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
             beat_s=10.0,
             address="gpu-1",
             plans_refused=3,
+            release="0.9.0",
         ),
     ),
     (
@@ -205,6 +206,8 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
                 (Home((_GPU,), (_OTHER_GPU,)),),
                 (2, 4),
             ),
+            wall_s=1.75e9,
+            release="0.9.0",
         ),
     ),
     (APP, ProbeReply(_APP, RoundId(5), 1.5)),

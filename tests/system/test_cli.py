@@ -422,6 +422,21 @@ def test_every_answer_for_programs_names_its_schema(cli: Cli) -> None:
         assert json.loads(done.stdout)["schema"] == schema, words
 
 
+def test_doctor_hears_of_every_daemon_of_the_site_and_tries_its_policy(cli: Cli) -> None:
+    app = cli("submit", *script("import time; time.sleep(600)")).stdout.strip()
+    cli("wait", app, "--for", "running")
+    (policy,) = {json.loads(cli("shares", "--json").stdout)["policy"]}
+    done = cli("doctor", "--site", "--json")
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert found["clocks"]["verdict"] == "ok", found["clocks"]
+    assert found["clocks"]["found"].startswith("of 3 clocks"), "the node agent's, the app agent's, and this host's"
+    assert found["releases"]["verdict"] == "ok"
+    assert found["releases"]["found"].startswith("all of 4 daemons and commands are of ")
+    assert found["store of the arbiter"]["verdict"] == found["TLS"]["verdict"] == "ok"
+    assert (found["fairness"]["verdict"], f"under {policy}" in found["fairness"]["found"]) == ("ok", True)
+    cli("cancel", app)
+
+
 def test_nodes_says_who_holds_which_gpu(cli: Cli) -> None:
     listed = cli("nodes").stdout
     assert [f"GPU-sim-n1-{index}" in listed for index in range(4)] == [True] * 4
@@ -471,6 +486,10 @@ def test_doctor_names_the_mend_of_what_is_broken(lonely: Cli) -> None:
     assert found["broker"]["verdict"] == found["app agent"]["verdict"] == "fail"
     assert "guest:guest" not in done.stdout
     assert "gpu-arbiter up" in found["app agent"]["found"]
+    done = lonely("doctor", "--site", "--json")
+    found = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
+    assert (done.returncode, found["daemons"]["verdict"]) == (exit_codes.FAILED, "fail")
+    assert "--config is of no use without --site" in lonely("doctor", "--config", "arbiter.toml").stderr
 
 
 @pytest.mark.parametrize(

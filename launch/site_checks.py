@@ -1,0 +1,360 @@
+"""`doctor --site`: checks of a whole running site: its broker, its transport, clocks, releases, store and fairness.
+
+What can be known depends on where it runs. The daemons' own words are heard everywhere, through an app agent; the
+broker's limits are told to root or `rabbitmq` on its host, and the settings by the arbiter's configuration.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from ipaddress import ip_address
+from pathlib import Path
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from msgspec import Struct
+
+from app_agent.control import Control
+from launch.client import open_client
+from launch.faults import Fault
+from launch.gpu_checks import Check, CheckVerdict
+from protocol.bus.provision import broker_config
+from protocol.config import ConfigError
+from protocol.release import release
+from protocol.topology import CONSUMER_TIMEOUT_MS
+
+if TYPE_CHECKING:
+    from arbiter.core.state.model import ArbiterSettings
+
+CONFIG = Path("/etc/gpu-arbiter/arbiter.toml")
+#: The broker's own words wait for its node, which may be busy.
+CONTROL_S = 30.0
+#: Clocks that differ by less are set by NTP, and a report is that long on its way on a busy site.
+CLOCK_NOTE_S = 5.0
+#: Nodes refuse launches that a gateway has signed so far ahead of their clock (`skew_max_s` of launchers).
+CLOCK_FAIL_S = 60.0
+#: Names in one sentence.
+NAMED_MAX = 5
+#: Files that a broker has open per participant: its connection, and a few for its queues; and for itself.
+FILES_PER_PARTICIPANT, FILES_OF_BROKER = 4, 1000
+#: Oldest RabbitMQ that is supported.
+BROKER_OLDEST = (3, 10)
+#: Policies that promise each tenant its part of the GPU time, besides those that have `tenants_first`.
+BY_TENANT = frozenset({"astraea", "gandiva-fair"})
+
+Ctl = Callable[..., str]  #: has `rabbitmqctl` do something with these words; raises `Fault`
+
+
+class Daemon(Struct, frozen=True):
+    """What the arbiter tells of a daemon that reports to it."""
+
+    role: str
+    id: str
+    release: str = ""
+    clock_ahead_s: float | None = None
+    last_heard_s: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Return its name for a person."""
+        return f"{'node agent' if self.role == 'node' else 'app agent'} {self.id}"
+
+
+class Word(Struct, frozen=True):
+    """The arbiter's word on all daemons; `here_ahead_s` is how far this host's clock is ahead of the arbiter's."""
+
+    release: str
+    here_ahead_s: float
+    daemons: tuple[Daemon, ...]
+
+
+def checks(config: Path | None = None, ctl: Ctl | None = None) -> Iterator[Check]:
+    """Check the site whose app agent answers here.
+
+    Parameters
+    ----------
+    config
+        The arbiter's configuration, whose settings are tried; by default that of this host, if there is one.
+    ctl
+        Has the broker's `rabbitmqctl` do something.
+    """
+    participants, bus = 0, ""
+    policy = ""
+    try:
+        with open_client() as client:
+            met = client.ping()
+            bus = str(met["bus"])
+            word = heard(client)
+            participants = len(word.daemons)
+            yield from clocks(word)
+            yield from releases(word, str(met.get("release", "")))
+            yield Check("store of the arbiter", "ok", "written to: the arbiter decides and answers")
+            policy = str(client.query("shares")["policy"])
+    except Fault as fault:
+        yield Check("daemons", "fail", fault.sentence, fault.next_step)
+    where = urlsplit(bus).hostname
+    if not bus or (where and is_here(where)):
+        yield from broker(participants, ctl or rabbitmqctl)
+    elif where:
+        yield _unknown_limits(f"the broker is on {where}")
+    yield from transport(bus)
+    yield from fairness(config, policy)
+
+
+# --- daemons ----------------------------------------------------------------------------------------------------------
+
+
+def heard(client: Control) -> Word:
+    """Return what the arbiter has heard of all daemons; raises `Fault`."""
+    found: list[Daemon] = []
+    offset: int | None = 0
+    told, here_ahead_s = "", 0.0
+    while offset is not None:
+        asked_at = time.time()
+        page = Control.query(client, "nodes", "daemons", offset)
+        if page["schema"] != "daemons/v1":
+            raise Fault("the arbiter is of an older version and does not tell of daemons", next_step="upgrade it")
+        told = page["release"]
+        here_ahead_s = (asked_at + time.time()) / 2.0 - datetime.fromisoformat(page["at"]).timestamp()
+        found += [
+            Daemon(each["role"], each["id"], each["release"], each["clock_ahead_s"], each["last_heard_s"])
+            for each in page["daemons"]
+        ]
+        offset = page["next_offset"]
+    return Word(told, here_ahead_s, tuple(found))
+
+
+def clocks(word: Word) -> Iterator[Check]:
+    """Compare the clocks of all hosts with the arbiter's."""
+    ahead = {each.name: each.clock_ahead_s for each in word.daemons if each.clock_ahead_s is not None}
+    ahead["this host"] = word.here_ahead_s
+    off = {name: value for name, value in ahead.items() if abs(value) > CLOCK_NOTE_S}
+    if not off:
+        widest = max(map(abs, ahead.values()))
+        yield Check(
+            "clocks", "ok", f"of {len(ahead)} clocks none differs from the arbiter's by more than {widest:.1f} s"
+        )
+        return
+    worst = sorted(off, key=lambda name: -abs(off[name]))
+    said = ", ".join(f"{name} {_ahead(off[name])}" for name in worst[:NAMED_MAX]) + _more(worst)
+    verdict: CheckVerdict = "fail" if abs(off[worst[0]]) > CLOCK_FAIL_S else "note"
+    yield Check(
+        "clocks", verdict, f"by the arbiter's clock {said}", "set the clocks of all hosts by NTP, such as chrony"
+    )
+
+
+def _ahead(seconds: float) -> str:
+    return f"is {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
+
+
+def _more(names: Sequence[str]) -> str:
+    return f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
+
+
+def releases(word: Word, app_agent: str) -> Iterator[Check]:
+    """Compare the releases of all daemons with the arbiter's: they may be a minor version apart while one upgrades."""
+    said = {each.name: each.release or "one that tells no release" for each in word.daemons}
+    said |= {"the app agent here": app_agent or "one that tells no release", "this command": release()}
+    other = sorted(name for name, told in said.items() if told != word.release)
+    if not other:
+        yield Check("releases", "ok", f"all of {len(said)} daemons and commands are of {word.release}, as the arbiter")
+        return
+    named = ", ".join(f"{name}: {said[name]}" for name in other[:NAMED_MAX]) + _more(other)
+    far = any(not _near(said[name], word.release) for name in other)
+    mend = "upgrade them, in the order of docs/operations.md, Upgrading"
+    yield Check("releases", "fail" if far else "note", f"the arbiter is of {word.release}; {named}", mend)
+
+
+def _near(one: str, other: str) -> bool:
+    """Whether two releases understand one another: the same major version, and a minor version apart at most."""
+    ours, theirs = (re.match(r"(\d+)\.(\d+)", each) for each in (one, other))
+    if ours is None or theirs is None:
+        return False
+    return ours[1] == theirs[1] and abs(int(ours[2]) - int(theirs[2])) <= 1
+
+
+# --- the broker -------------------------------------------------------------------------------------------------------
+
+
+def rabbitmqctl(*words: str) -> str:
+    """Have the `rabbitmqctl` of this host do something; raises `Fault` if it is not here, or may not."""
+    try:
+        done = subprocess.run(
+            ("rabbitmqctl", "--quiet", *words), capture_output=True, text=True, check=False, timeout=CONTROL_S
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        raise Fault("no rabbitmqctl answers on this host") from None
+    if done.returncode:
+        raise Fault("the broker here does not answer this user's rabbitmqctl")
+    return done.stdout
+
+
+def broker(participants: int, ctl: Ctl) -> Iterator[Check]:
+    """Check the broker's limits, as it tells them on its own host."""
+    try:
+        status = json.loads(ctl("status", "--formatter", "json"))
+        timeout = ctl("eval", "application:get_env(rabbit, consumer_timeout).")
+    except (Fault, RuntimeError, ValueError) as error:
+        yield _unknown_limits(error.sentence if isinstance(error, Fault) else "rabbitmqctl gives no status")
+        return
+    yield _version(str(status.get("rabbitmq_version", "")))
+    yield _descriptors(status.get("file_descriptors") or {}, participants)
+    yield _memory(status)
+    found = re.search(r"\{ok,\s*(\d+)\}", timeout)
+    yield _consumer_timeout(int(found[1]) if found else None)
+    yield from _listeners(status.get("listeners") or ())
+
+
+def is_here(host: str) -> bool:
+    """Whether a name or an address is of this host: only then can a socket have it."""
+    try:
+        for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as own:
+                own.bind(address)
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _unknown_limits(why: str) -> Check:
+    found = f"its limits for files and memory, and its listeners, cannot be known here: {why}"
+    return Check("broker limits", "note", found, "do the same as root on the broker's host")
+
+
+def _version(told: str) -> Check:
+    numbers = tuple(int(each) for each in re.findall(r"\d+", told)[:2])
+    if numbers and numbers < BROKER_OLDEST:
+        return Check("broker version", "fail", f"RabbitMQ {told}", "install RabbitMQ 3.10 or newer")
+    return Check("broker version", "ok", f"RabbitMQ {told or 'of unknown version'}")
+
+
+def _descriptors(told: Mapping[str, object], participants: int) -> Check:
+    limit = told.get("total_limit")
+    if not isinstance(limit, int):
+        return Check(
+            "broker files", "note", "this RabbitMQ does not tell its limit", "see /proc/PID/limits of beam.smp"
+        )
+    needed = FILES_OF_BROKER + FILES_PER_PARTICIPANT * participants
+    found = f"{told.get('total_used', 'some')} of {limit} open files are used; {participants} daemons may need {needed}"
+    mend = "systemctl edit rabbitmq-server: [Service] LimitNOFILE=65536; then restart it, training goes on"
+    return Check("broker files", "ok" if limit >= needed else "fail", found, "" if limit >= needed else mend)
+
+
+def _memory(status: Mapping[str, object]) -> Check:
+    """Check that the broker does not hold publishers back, as it does beyond its memory watermark or on a full disk."""
+    alarms = status.get("alarms") or ()
+    if alarms:
+        mend = "give it memory, or room on its disk; until then it takes no message"
+        return Check("broker memory", "fail", f"it has raised {json.dumps(alarms)}", mend)
+    limit, memory = status.get("vm_memory_high_watermark_limit"), status.get("memory")
+    used = memory.get("total") if isinstance(memory, Mapping) else None
+    used = used.get("rss") if isinstance(used, Mapping) else used
+    if not isinstance(limit, int) or not isinstance(used, int | float):
+        return Check("broker memory", "ok", "it has raised no alarm")
+    found = f"{used / 2**20:.0f} MiB of its watermark of {limit / 2**20:.0f} MiB are used"
+    if used > 0.8 * limit:
+        return Check("broker memory", "note", found, "raise vm_memory_high_watermark in rabbitmq.conf")
+    return Check("broker memory", "ok", found)
+
+
+def _consumer_timeout(timeout_ms: int | None) -> Check:
+    if timeout_ms is None or timeout_ms >= CONSUMER_TIMEOUT_MS:
+        return Check("leader token", "ok", "the broker lets the leading arbiter hold it")
+    lines = next(line for line in broker_config().splitlines() if line.startswith("consumer_timeout"))
+    found = f"the broker takes it from the leading arbiter after {timeout_ms / 60_000.0:.0f} min"
+    return Check("leader token", "fail", found, f"gpu-arbiter install broker --start, which sets {lines}")
+
+
+def _listeners(listeners: Iterable[Mapping[str, object]]) -> Iterator[Check]:
+    """Say whether the broker takes connections without TLS from other hosts."""
+    opened = [each for each in listeners if str(each.get("protocol")) == "amqp" and _reachable(str(each["interface"]))]
+    if opened:
+        ports = ", ".join(sorted({str(each["port"]) for each in opened}))
+        found = f"the broker takes connections without TLS from other hosts (port {ports})"
+        yield Check("broker listeners", "note", found, "listeners.tcp = none in rabbitmq.conf, and amqps:// everywhere")
+    else:
+        yield Check("broker listeners", "ok", "other hosts connect by TLS only")
+
+
+def _reachable(interface: str) -> bool:
+    """Whether other hosts may reach a listener at that address."""
+    try:
+        return not ip_address(interface.strip("[]")).is_loopback
+    except ValueError:
+        return interface != "localhost"
+
+
+def transport(bus: str) -> Iterator[Check]:
+    """Say whether this host's way to the broker is by TLS."""
+    url = urlsplit(bus)
+    if url.scheme == "amqps":
+        yield Check("TLS", "ok", "this host speaks TLS with the broker")
+    elif url.scheme == "amqp" and not _reachable(url.hostname or "localhost"):
+        yield Check("TLS", "ok", "none, and none is needed: the broker is on this host")
+    elif url.scheme == "amqp":
+        found = f"messages and the password of this host cross the network in the clear to {url.hostname}"
+        yield Check("TLS", "note", found, "use amqps:// in the file that bus_file names")
+    elif bus:
+        yield Check("TLS", "ok", "none is needed: the bus is within one process")
+
+
+# --- fairness ---------------------------------------------------------------------------------------------------------
+
+
+def fairness(config: Path | None, policy: str) -> Iterator[Check]:
+    """Have two tenants compete under the site's settings, in virtual time."""
+    if "numba" not in sys.modules:
+        # Four GPUs are auctioned in no time without compiled loops, and these take a minute to compile.
+        os.environ.setdefault("NUMBA_DISABLE_JIT", "1")
+    from arbiter.config import load
+    from arbiter.core.registry import POLICIES
+    from arbiter.core.state.model import ArbiterSettings
+    from simulator import self_test
+
+    try:
+        where = config or (CONFIG if os.access(CONFIG, os.R_OK) else None)
+        settings = ArbiterSettings() if where is None else load(where).arbiter
+    except ConfigError as error:
+        yield Check("fairness", "fail", str(error), "mend the arbiter's configuration")
+        return
+    if where is None and policy not in POLICIES:
+        yield Check("fairness", "note", "not tried: the policy is not known", "name arbiter.toml: --config FILE")
+        return
+    if where is None:
+        settings = ArbiterSettings(policy=policy)
+    elif policy and policy != settings.policy:
+        found = f"{where} says {settings.policy}, and the arbiter goes by {policy}"
+        yield Check("policy in force", "note", found, "systemctl restart gpu-arbiter; training goes on")
+    yield _tried(self_test.ltgf(settings), settings.policy, promised=_promises(settings), where=str(where or ""))
+
+
+def _promises(settings: ArbiterSettings) -> bool:
+    """Whether the policy promises each tenant its part, as it is set."""
+    from arbiter.core.registry import POLICIES
+
+    own = POLICIES[settings.policy].decoded(settings.policy_settings)
+    return settings.policy in BY_TENANT or bool(getattr(own, "tenants_first", False))
+
+
+def _tried(had: Mapping[str, float], policy: str, *, promised: bool, where: str) -> Check:
+    from simulator import self_test
+
+    said = " and ".join(f"{value:.2f}" for value in had.values())
+    by = f"{policy}, set as {where} says" if where else f"{policy} as it is shipped"
+    found = f"under {by}, two tenants with many and few apps had {said} of the GPU time that was fair"
+    if self_test.is_fair(had):
+        return Check("fairness", "ok", found)
+    if promised:
+        mend = "lease_s, round_pause_s or a setting of the policy stands against it: docs/policies.md"
+        return Check("fairness", "fail", found, mend)
+    mend = "where groups are to have their parts, choose a policy that sees to it: docs/policies.md"
+    return Check("fairness", "note", f"{found}; it promises tenants no part", mend)

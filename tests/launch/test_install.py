@@ -1,0 +1,373 @@
+"""`install` gives a host its part in a site, once; `uninstall` takes it back, and leaves what belongs to users.
+
+All of it below a folder (`--root`): this host's accounts, files and units stay as they are.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import app_agent.config
+import app_agent.gateway
+import arbiter.config
+import node_agent.config
+import node_agent.launcher.config
+from launch import cli
+from launch.site import roles, shipped
+from launch.site.steps import Host, plan
+from protocol.bus.provision import broker_config
+
+MISSING = [name for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles") if shutil.which(name) is None]
+#: Files get owners, and accounts are made.
+as_root = pytest.mark.skipif(
+    bool(os.geteuid() or MISSING), reason=f"it needs root and {', '.join(MISSING) or 'systemd'}"
+)
+needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl is not on this host")
+ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
+ADDRESS = "amqp://someone:secret@broker:5672/gpu"
+
+
+@pytest.fixture(autouse=True)
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The command of an environment that the units can start."""
+    program = tmp_path / "env/bin/gpu-arbiter"
+    program.parent.mkdir(parents=True)
+    program.touch()
+    monkeypatch.setattr(sys, "executable", str(program.with_name("python")))
+    return program
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A host on which nothing was installed, with a user and a broker's unit."""
+    root = tmp_path / "root"
+    write(root / "etc/passwd", "alice:x:2001:2001::/home/alice:/bin/sh\n")
+    write(root / "lib/systemd/system/rabbitmq-server.service", "[Install]\nWantedBy=multi-user.target\n")
+    return root
+
+
+def write(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)
+    return path
+
+
+def run(*words: str | Path, code: int = 0) -> tuple[str, str]:
+    """Run one command; return its stdout and its stderr."""
+    done = CliRunner().invoke(cli.app, [str(word) for word in words])
+    assert done.exit_code == code, done.output
+    return done.stdout, done.stderr
+
+
+def acts(told: str) -> dict[str, str]:
+    """Of a printed plan, the act of each thing."""
+    return {line[8:].partition(": ")[0]: line[:8].strip() for line in told.splitlines()}
+
+
+def files(root: Path) -> dict[str, str]:
+    """The files of a host with their texts."""
+    there = (path for path in root.rglob("*") if path.is_file() and not path.is_symlink())
+    return {str(path.relative_to(root)): path.read_text() for path in there}
+
+
+ROLES: Mapping[tuple[str, ...], set[str]] = {
+    ("arbiter",): {"arbiter.toml"},
+    ("node", "--id", "n7"): {"node.toml"},
+    ("node", "--id", "n7", "--launcher"): {"node.toml", "launcher.toml"},
+    ("login", "--id", "login7"): {"gateway.toml"},
+    ("login", "--owner", "alice"): {"app-alice.toml"},
+    ("broker",): set(),
+}
+
+
+@needs_systemctl
+@pytest.mark.parametrize("words", ROLES, ids=" ".join)
+def test_a_dry_run_prints_a_line_for_each_step_and_changes_nothing(root: Path, words: tuple[str, ...]) -> None:
+    before = files(root)
+    told, noted = run("install", *words, "--root", root, "--dry-run")
+    assert "make" in set(acts(told).values()) <= {"make", "keep"}
+    assert f"{list(acts(told).values()).count('make')} step" in noted
+    assert files(root) == before
+
+
+@as_root
+@pytest.mark.parametrize(("words", "configuration"), ROLES.items(), ids=" ".join)
+def test_an_installation_makes_everything_and_the_next_one_finds_nothing_left_to_do(
+    root: Path, words: tuple[str, ...], configuration: set[str]
+) -> None:
+    planned = acts(run("install", *words, "--root", root, "--dry-run")[0])
+    told, noted = run("install", *words, "--root", root)
+    assert acts(told) == planned
+    assert "done" in noted
+    made = files(root)
+    assert {Path(name).name for name in made if name.startswith("etc/gpu-arbiter/")} == configuration
+    told, noted = run("install", *words, "--root", root)
+    assert (set(acts(told).values()), noted.splitlines()[0]) == ({"keep"}, "nothing is left to do")
+    assert files(root) == made
+
+
+@as_root
+def test_what_is_installed_is_read_by_the_daemons_and_started_by_systemd(root: Path, program: Path) -> None:
+    for words in ROLES:
+        if words != ("node", "--id", "n7"):
+            run("install", *words, "--root", root)
+    etc = root / "etc/gpu-arbiter"
+    assert arbiter.config.load(etc / "arbiter.toml").arbiter.policy == "themis"
+    node = node_agent.config.load(etc / "node.toml")
+    assert (node.node, node.launcher) == ("n7", roles.LAUNCHER_SOCKET)
+    assert node_agent.launcher.config.load(etc / "launcher.toml").socket == node.launcher
+    assert app_agent.config.load(etc / "app-alice.toml").owner == "alice"
+    gateway = app_agent.gateway.load(etc / "gateway.toml")
+    assert gateway.name == "login7"
+    assert (root / "etc/profile.d/gpu-arbiter.sh").read_text() == f"export GPU_ARBITER_URL=unix://{gateway.socket}\n"
+    assert {name for name in ACCOUNTS if Host(root).account(name)} == ACCOUNTS
+    started = {path.name for path in (root / "etc/systemd/system/multi-user.target.wants").iterdir()}
+    ours = {name.replace("@", "@alice") for name in shipped.units()}
+    assert started == {*ours, "rabbitmq-server.service"}
+    for name in shipped.units():
+        assert f"ExecStart={program} " in (root / "etc/systemd/system" / name).read_text()
+    assert (root / "etc/rabbitmq/conf.d/90-gpu-arbiter.conf").read_text() == broker_config()
+
+
+@as_root
+def test_training_of_a_node_without_a_launcher_has_a_home(root: Path) -> None:
+    run("install", "node", "--id", "n1", "--root", root)
+    home = (root / "var/lib/gpu-train").stat()
+    assert ((home.st_uid, home.st_gid), home.st_mode & 0o7777) == (Host(root).account("gpu-train"), 0o750)
+
+
+@as_root
+def test_nothing_of_the_admins_is_overwritten(root: Path) -> None:
+    mine = {
+        "arbiter.toml": "# mine\n",
+        "arbiter.url": "amqp://mine\n",
+    }
+    for name, text in mine.items():
+        write(root / "etc/gpu-arbiter" / name, text)
+    address = write(root / "address", ADDRESS)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", address)
+    assert {name: (root / "etc/gpu-arbiter" / name).read_text() for name in mine} == mine
+    assert acts(told)["file /etc/gpu-arbiter/arbiter.toml"] == "keep"
+
+
+@as_root
+def test_the_brokers_address_is_for_root_alone_also_where_it_was_open(root: Path) -> None:
+    address = write(root / "address", f"{ADDRESS}\n")
+    run("install", "arbiter", "--root", root, "--bus-file", address)
+    installed = root / "etc/gpu-arbiter/arbiter.url"
+    assert (installed.read_text(), installed.stat().st_mode & 0o777) == (f"{ADDRESS}\n", 0o600)
+    installed.chmod(0o644)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", address)
+    assert "change  file /etc/gpu-arbiter/arbiter.url: its mode 644 is wider than 600" in told
+    assert installed.stat().st_mode & 0o777 == 0o600
+
+
+@as_root
+def test_the_address_that_the_brokers_host_made_is_taken_there(root: Path) -> None:
+    write(root / "etc/gpu-arbiter/broker/node-n1.url", f"{ADDRESS}\n")
+    _, noted = run("install", "node", "--id", "n1", "--root", root)
+    assert (root / "etc/gpu-arbiter/node.url").read_text() == f"{ADDRESS}\n"
+    assert "PASSWORD" not in noted
+    _, noted = run("install", "arbiter", "--root", root)
+    assert "/etc/gpu-arbiter/arbiter.url <<< 'amqp://arbiter:PASSWORD@" in noted
+
+
+@as_root
+def test_what_the_package_has_brought_is_kept(root: Path) -> None:
+    for name in shipped.units():
+        write(root / "lib/systemd/system" / name, shipped.units()[name])
+    for name, kind in (("sysusers.conf", "sysusers.d"), ("tmpfiles.conf", "tmpfiles.d")):
+        write(root / "usr/lib" / kind / "gpu-arbiter.conf", shipped.file(name))
+    told, _ = run("install", "node", "--id", "n1", "--root", root)
+    found = acts(told)
+    packaged = ("/etc/sysusers.d/gpu-arbiter.conf", "/etc/tmpfiles.d/gpu-arbiter.conf", f"{roles.UNITS}/{roles.NODE}")
+    assert [found[f"file {path}"] for path in packaged] == ["keep"] * 3
+    assert Host(root).account("gpu-train")
+    assert not any((root / path.lstrip("/")).exists() for path in packaged)
+    assert (root / f"etc/systemd/system/multi-user.target.wants/{roles.NODE}").is_symlink()
+    told, _ = run("uninstall", "--root", root)
+    assert "dpkg --remove gpu-arbiter" in told
+    assert (root / "lib/systemd/system" / roles.NODE).exists()
+
+
+@as_root
+def test_a_unit_of_another_version_is_replaced_and_kept_beside(root: Path) -> None:
+    unit = write(root / "etc/systemd/system/gpu-arbiter.service", "[Service]\nExecStart=/bin/old\n")
+    told, _ = run("install", "arbiter", "--root", root)
+    assert acts(told)["file /etc/systemd/system/gpu-arbiter.service"] == "change"
+    assert unit.with_name("gpu-arbiter.service.old").read_text() == "[Service]\nExecStart=/bin/old\n"
+    assert "/bin/old" not in unit.read_text()
+
+
+@needs_systemctl
+def test_lines_that_an_admin_has_put_into_the_brokers_own_file_are_enough(root: Path) -> None:
+    main = write(root / "etc/rabbitmq/rabbitmq.conf", f"listeners.tcp.1 = 5672\n{broker_config()}")
+    told, _ = run("install", "broker", "--root", root, "--dry-run")
+    assert "keep    /etc/rabbitmq/rabbitmq.conf: it has the lines" in told
+    main.write_text(main.read_text().replace("heartbeat = 10", "heartbeat = 60"))
+    told, _ = run("install", "broker", "--root", root, "--dry-run")
+    assert acts(told)["file /etc/rabbitmq/conf.d/90-gpu-arbiter.conf"] == "make"
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("node", "--id", "N 1"), "--id: 'N 1' is no id"),
+        (("master",), "'master' is no role of a host"),
+        (("arbiter", "--launcher"), "--launcher is not for the role arbiter, but for node"),
+        (("broker", "--bus-file", "x"), "--bus-file is not for the role broker, but for arbiter or node or login"),
+        (("login", "--id", "l", "--owner", "alice"), "--id names a gateway, which --owner replaces"),
+        (("login", "--owner", "nobody-here"), "--owner: this host has no user nobody-here"),
+        (("broker", "--party", "arbiter"), "--party asks the broker that runs here"),
+        (("arbiter", "--bus-file", "/nowhere"), "--bus-file: /nowhere cannot be read"),
+        (("arbiter", "--bus-file", "/etc/hostname"), "--bus-file: /etc/hostname has no address of a broker"),
+        (("arbiter", "--root", "/nowhere"), "--root: there is no folder /nowhere"),
+        (("arbiter", "--start"), "there is no /etc/gpu-arbiter/arbiter.url, without which gpu-arbiter.service does"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_is_done(root: Path, words: tuple[str, ...], says: str) -> None:
+    before = files(root)
+    assert says in run("install", "--root", root, "--dry-run", *words, code=2)[1]
+    assert files(root) == before
+
+
+@needs_systemctl
+def test_an_id_that_differs_from_the_installed_one_is_named(root: Path) -> None:
+    write(root / "etc/gpu-arbiter/node.toml", 'node = "n1"\ngpus = "nvml"\n')
+    assert (
+        "--id is n2, and /etc/gpu-arbiter/node.toml says node = 'n1'"
+        in run("install", "node", "--id", "n2", "--root", root, "--dry-run", code=2)[1]
+    )
+    told, _ = run("install", "node", "--root", root, "--dry-run", "--bus-file", write(root / "address", ADDRESS))
+    assert acts(told)["file /etc/gpu-arbiter/node.toml"] == "keep"
+
+
+def test_who_is_not_root_may_only_look(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    for verb in (("install", "arbiter"), ("uninstall",)):
+        _, noted = run(*verb, "--root", root, code=7)
+        assert noted.startswith("gpu-arbiter: only root can do this")
+        assert "--dry-run" in noted
+
+
+@as_root
+def test_a_step_that_fails_is_named_and_the_next_try_goes_on_from_there(root: Path) -> None:
+    obstacle = write(root / "etc/systemd/system/multi-user.target.wants", "not a folder")
+    _, noted = run("install", "login", "--id", "login1", "--root", root, code=1)
+    assert f"start of {roles.GATEWAY} with the host: `systemctl enable {roles.GATEWAY}` failed: " in noted
+    obstacle.unlink()
+    told, _ = run("install", "login", "--id", "login1", "--root", root)
+    assert acts(told)["file /etc/gpu-arbiter/gateway.toml"] == "keep"
+    assert acts(told)[f"start of {roles.GATEWAY} with the host"] == "make"
+
+
+@as_root
+def test_the_document_names_each_step(root: Path) -> None:
+    told = json.loads(run("install", "arbiter", "--root", root, "--json")[0])
+    assert (told["schema"], told["done"], told["left"]) == ("install/v1", len(told["steps"]), 0)
+    again = json.loads(run("install", "arbiter", "--root", root, "--json")[0])
+    assert (again["done"], {step["act"] for step in again["steps"]}) == (0, {"keep"})
+    gone = json.loads(run("uninstall", "--root", root, "--dry-run", "--json")[0])
+    assert (gone["schema"], gone["done"], gone["left"]) == (
+        "uninstall/v1",
+        0,
+        sum(step["act"] == "remove" for step in gone["steps"]),
+    )
+
+
+# --- uninstall --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def whole(root: Path) -> Path:
+    """A host with all roles, and state of each daemon."""
+    for words in ROLES:
+        if words != ("node", "--id", "n7"):
+            run("install", *words, "--root", root)
+    write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
+    for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
+        write(root / "var/lib" / name, name)
+    write(root / "var/lib/gpu-arbiter-app/alice/app-alice.db", "")
+    write(root / "var/lib/gpu-train/cache", "")
+    write(root / "home/alice/checkpoints/run/a-1.0/step-5", "")
+    return root
+
+
+@as_root
+def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_users_files(whole: Path) -> None:
+    (whole / "etc/gpu-arbiter/arbiter.toml").write_text("# mine\n")
+    told, _ = run("uninstall", "--root", whole)
+    left = files(whole)
+    mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
+    assert mine == ["etc/systemd/system/gpu-arbiter.service.d/override.conf"]
+    assert not list(whole.rglob("*.wants/gpu-arbiter*"))
+    assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
+    assert {name for name in left if name.startswith(("var/lib", "home"))} == {
+        "var/lib/gpu-arbiter/ledger.db",
+        "var/lib/gpu-arbiter-node/agent.json",
+        "var/lib/gpu-arbiter-node/logs/a.log",
+        "var/lib/gpu-arbiter-app/alice/app-alice.db",
+        "var/lib/gpu-train/cache",
+        "home/alice/checkpoints/run/a-1.0/step-5",
+    }
+    assert acts(told)["/var/lib/gpu-arbiter"] == "keep"
+
+
+@as_root
+def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
+    run("uninstall", "--root", whole, "--purge")
+    accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
+    assert files(whole).keys() - accounts == {
+        "lib/systemd/system/rabbitmq-server.service",
+        "var/lib/gpu-arbiter-node/logs/a.log",
+        "var/lib/gpu-train/cache",
+        "home/alice/checkpoints/run/a-1.0/step-5",
+    }
+    told, noted = run("uninstall", "--root", whole, "--purge")
+    assert set(acts(told).values()) == {"keep"}
+    assert noted.startswith("nothing is left to do")
+
+
+@as_root
+def test_a_dry_run_of_an_uninstallation_removes_nothing(whole: Path) -> None:
+    before = files(whole)
+    planned, _ = run("uninstall", "--root", whole, "--purge", "--dry-run")
+    assert files(whole) == before
+    assert run("uninstall", "--root", whole, "--purge")[0] == planned
+
+
+@as_root
+@pytest.mark.parametrize("state_dir", ["/var/lib/gpu-arbiter-node", "/srv/state"])
+def test_it_refuses_while_training_runs_here_unless_it_is_forced(root: Path, state_dir: str) -> None:
+    run("install", "node", "--id", "n1", "--root", root)
+    config = root / "etc/gpu-arbiter/node.toml"
+    config.write_text(config.read_text().replace("/var/lib/gpu-arbiter-node", state_dir))
+    lock = write(root / state_dir.lstrip("/") / "workers/alice-1.0-a1/lock", "")
+    write(root / state_dir.lstrip("/") / "workers/alice-1.1-a1/spec.json", "")  # of one that was never started
+    with lock.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        before = files(root)
+        _, noted = run("uninstall", "--root", root, code=4)
+        assert noted.startswith("gpu-arbiter: training runs on this node: alice-1.0-a1\n")
+        assert files(root) == before
+        run("uninstall", "--root", root, "--force")
+    assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
+    run("uninstall", "--root", root)  # the task is over
+
+
+def test_steps_that_only_look_change_nothing_even_as_root(root: Path) -> None:
+    host = Host(root)
+    before = files(root)
+    if "systemctl" not in MISSING:
+        plan(roles.steps_of(roles.Wish("node", id="n1", launcher=True), host), host)
+    assert files(root) == before
