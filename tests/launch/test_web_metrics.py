@@ -186,7 +186,7 @@ def test_a_hundred_gpus_and_fifty_owners_make_fewer_than_two_thousand_series(bro
 
 # --- Prometheus's own word on it ------------------------------------------------------------------------------------
 
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: apt-get install prometheus")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: run scripts/ensure-prometheus.sh")
 
 
 def promtool(*words: str, told: str | None = None) -> str:

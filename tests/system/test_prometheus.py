@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.skipif(
         not (shutil.which("prometheus") and shutil.which("promtool")),
-        reason="prometheus and promtool are not here: apt-get install prometheus",
+        reason="prometheus and promtool are not here: run scripts/ensure-prometheus.sh",
     ),
 ]
 
