@@ -20,7 +20,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker browser demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -53,16 +53,20 @@ broker: ## install RabbitMQ when that is possible, else say what to do
 browser: broker ## install Chromium when that is possible, else say what to do
 	sh scripts/ensure-chromium.sh
 
+# After the browser, for the same reason.
+prometheus: browser ## install Prometheus when that is possible, else say what to do
+	sh scripts/ensure-prometheus.sh
+
 demo: $(LOOPS) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
 	$(BIN)/gpu-arbiter demo
 
-test: plain pure system clock alone ## all tests; installs RabbitMQ when it may, else says what to do
+test: plain pure system clock alone ## all tests; installs RabbitMQ, Chromium and Prometheus when it may, else says what to do
 
 # Tests that need no auction: they run while its loops compile.
 PLAIN := tests/launch tests/protocol
 AUCTIONS := tests/launch/test_auction_verb.py
 
-plain: $(READY)
+plain: $(READY) prometheus
 	$(BIN)/python -m pytest $(PLAIN) --ignore $(AUCTIONS)
 
 # Tests that compute: a worker that has no more of its own takes some of the other's.
@@ -88,7 +92,7 @@ alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)
 
 full: export GPU_ARBITER_FULL = 1
-full: $(LOOPS) browser ## what `make check` leaves out, since quicker tests cover most of it (two hours)
+full: $(LOOPS) prometheus ## what `make check` leaves out, since quicker tests cover most of it (two hours)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or hypothesis" --ignore tests/system --ignore tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(full or hypothesis) and not alone" tests/system tests/contract
 	$(BIN)/python -m pytest -m "(full or hypothesis) and alone" tests/system
@@ -118,7 +122,7 @@ docs: $(READY) ## the pages as a site, out/docs/index.html; every link and ancho
 	$(BIN)/mkdocs build --strict
 
 check: ## format, lint, types, import contracts, pages, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+browser loops+types+lint+contracts+docs+plain pure system clock alone worlds
+	@$(PYTHON) scripts/parts.py packages+prometheus loops+types+lint+contracts+docs+plain pure system clock alone worlds
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)

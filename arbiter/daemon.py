@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager, closing
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 import structlog
@@ -41,7 +41,7 @@ from arbiter.outages import Outages
 from arbiter.queries import LostRound, Queries
 from arbiter.reports import ReportRow
 from arbiter.solver import Solver
-from protocol import exit_codes
+from protocol import certificates, exit_codes
 from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
@@ -158,7 +158,7 @@ class _Performer:
         self._arbiter, self._journal, self._ledger = arbiter, journal, ledger
         self._config, self._wall, self._alone = config, wall, alone
         self._clock: RecordedClock | None = None  #: from when this arbiter first leads
-        self._queries = Queries(arbiter, ledger)
+        self._queries = Queries(arbiter, ledger, self._of_itself)
         self._one_auction = asyncio.Lock()
         self._explained: dict[tuple[int, float, AppId], Outcome] = {}  #: by round, its time, and app; the oldest first
         self._sampled_at = 0.0
@@ -171,6 +171,7 @@ class _Performer:
     def shell(self, bus: Bus, on_alive: Callable[[], None] | None) -> ArbiterShell:
         """Return the shell around the core."""
         shared = self._config.shared_users
+        self._certificates = certificates.named_in(bus.url)
         self._shell: ArbiterShell = Shell(
             self._arbiter,
             bus,
@@ -198,6 +199,13 @@ class _Performer:
         if not self._ready:
             beside.append(self.solver.prepare(self._take_ready))
         return [group.create_task(each) for each in beside]
+
+    def _of_itself(self) -> Mapping[str, Any]:
+        """Return what metrics tell of this process."""
+        return {
+            "journal_commits": self._shell.commits.document(),
+            "certificates": certificates.ends(self._certificates),
+        }
 
     def _take_ready(self) -> None:
         self._ready = True

@@ -106,8 +106,11 @@ class Heard(Struct, frozen=True):
 class Queries:
     """Answers for one arbiter."""
 
-    def __init__(self, arbiter: Arbiter, ledger: Ledger) -> None:
-        """Answer from this state and this ledger."""
+    def __init__(
+        self, arbiter: Arbiter, ledger: Ledger, process: Callable[[], Mapping[str, Any]] = dict[str, Any]
+    ) -> None:
+        """Answer from this state and this ledger; `process` tells what a daemon knows of itself, for metrics."""
+        self._process = process
         self._arbiter = arbiter
         self._ledger = ledger
         self._waiting: OrderedDict[str, tuple[Party, Party]] = OrderedDict()  #: by question: its asker, and the node
@@ -407,6 +410,7 @@ class Queries:
             "policy": state.settings.policy,
             "gpus": history.gpus,
             "since": None if history.since is None else instant(history.since),
+            "idle_gpu_seconds": history.idle.at(max(now, state.now)),
             "tenants": [self._tenant(name, active[name], max(now, state.now)) for name in sorted(history.tenants)],
         }
 
@@ -465,7 +469,7 @@ class Queries:
             "plans_refused": node.plans_refused,
             "drain": self._drain(node.id),
             "gpus": [
-                _gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu])
+                _gpu(gpu, [seat for seat in self._seats(gpu) if seat is not gpu], now)
                 | {"tasks": sorted(tasks.get(device_of(gpu.id), ()))}
                 for gpu in gpus
             ],
@@ -538,6 +542,9 @@ class Queries:
             "count": count,
             "policy_failures": self._arbiter.state.policy_failures,
             "overdue_s": self._overdue_s(now),
+            "epoch": self._arbiter.state.epoch,
+            "counts": msgspec.to_builtins(self._arbiter.state.counts),
+            "process": self._process(),
             **_page("rounds", query, map(_round, records), more=more),
         }
 
@@ -980,8 +987,9 @@ def _claim(claim: model.Claim) -> dict[str, Any]:
     return told | {"text": claim_audit.sentence(claim)}
 
 
-def _gpu(gpu: model.Gpu, further: Sequence[model.Gpu]) -> dict[str, Any]:
+def _gpu(gpu: model.Gpu, further: Sequence[model.Gpu], now: float) -> dict[str, Any]:
     names = {Free: "free", Leased: "leased", Draining: "draining"}
+    left_since = [seat.state.since for seat in (gpu, *further) if isinstance(seat.state, Draining)]
     return {
         "id": gpu.id,
         "model": gpu.model,
@@ -989,6 +997,7 @@ def _gpu(gpu: model.Gpu, further: Sequence[model.Gpu]) -> dict[str, Any]:
         "memory_bytes": gpu.memory_bytes,
         "state": names[type(gpu.state)] if gpu.present else "absent",
         "app": _app_on(gpu),
+        "draining_s": max(0.0, now - min(left_since)) if left_since else None,
         "seats": [{"id": seat.id, "state": names[type(seat.state)], "app": _app_on(seat)} for seat in further],
         "quarantined": gpu.quarantined,
         "healthy": gpu.healthy,

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from urllib.parse import parse_qsl, urlsplit
 
 from launch import gpu_checks
 from launch.buses import open_bus
@@ -26,7 +25,7 @@ from node_agent.workers.manager import STANDING
 from node_agent.workers.mps import STANDING as MPS_STANDING
 from node_agent.workers.mps import MpsStanding
 from node_agent.workers.records import read_json
-from protocol import exit_codes
+from protocol import certificates, exit_codes
 from protocol.bus import BusError
 from protocol.journal import JournalError
 from protocol.journal.database import without_password
@@ -130,11 +129,10 @@ def _nodes_here(folders: Sequence[Path]) -> Iterator[Check]:
 
 def _certificates(url: str) -> Iterator[Check]:
     """Tell the days to expiry of each certificate that the address of a broker names."""
-    named = dict(parse_qsl(urlsplit(url).query))
-    for path in (Path(named[name]) for name in ("cafile", "certfile") if name in named):
+    for path in certificates.named_in(url):
         name, mend = f"certificate {path}", "renew it, and restart what uses it; a broker and its clients refuse others"
         try:
-            days = (_expiry(path.read_bytes()) - datetime.now(UTC)).total_seconds() / 86_400.0
+            days = (certificates.expiry(path) - datetime.now(UTC)).total_seconds() / 86_400.0
         except ImportError:
             yield Check(name, "note", "cannot be read", "pip install 'gpu-arbiter[users]'")
         except (OSError, ValueError) as error:
@@ -144,14 +142,6 @@ def _certificates(url: str) -> Iterator[Check]:
             yield Check(
                 name, verdict, f"expired {-days:.0f} days ago" if days <= 0 else f"expires in {days:.0f} days", mend
             )
-
-
-def _expiry(pem: bytes) -> datetime:
-    """Return when the first of some certificates expires; raises ValueError if there is none."""
-    from cryptography import x509
-
-    ends: list[datetime] = [each.not_valid_after_utc for each in x509.load_pem_x509_certificates(pem)]
-    return min(ends)
 
 
 def _broker(url: str) -> Check:

@@ -36,7 +36,10 @@ def gather(ask: Source, now: float) -> dict[str, Any]:
         "rounds": rounds["rounds"],
         "round_count": rounds["count"],
         "policy_failures": rounds["policy_failures"],
-        "round_overdue_s": rounds.get("overdue_s", 0.0),  # an arbiter before this version tells none
+        "round_overdue_s": rounds.get("overdue_s", 0.0),  # an arbiter before this version tells none of these
+        "epoch": rounds.get("epoch"),
+        "counts": rounds.get("counts", {}),
+        "process": rounds.get("process", {}),
     }
 
 

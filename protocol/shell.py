@@ -20,6 +20,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import secrets
+import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -33,6 +34,7 @@ from protocol.bus import Bus, BusError, ConnectionLost, Delivery, Link, NotPermi
 from protocol.clock import steady_clock
 from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
+from protocol.durations import Durations
 from protocol.journal import Deposed, Journal
 from protocol.messages import ARBITER, AnyMessage, OwnerId, Party, Role, ToApp, ToArbiter, ToNode
 
@@ -57,6 +59,8 @@ SEEN_MAX = 2048
 SENDERS_MAX = 4096
 #: Answers that take their time, under way at once.
 ANSWERS_MAX = 4
+#: Upper bounds of the times that commits take, in seconds: a file without fsync, a disk, a database, one in trouble.
+COMMITS_S = (0.0005, 0.002, 0.01, 0.05, 0.2, 1.0, 5.0)
 #: The loop's own pulse, for the watchdog.
 PULSE_S = 1.0
 NO_GATEWAYS: Mapping[str, Container[OwnerId]] = {}
@@ -230,6 +234,8 @@ class Shell(Generic[EventT, EffectT]):
         self._stopping = asyncio.Event()
         self._connected = asyncio.Event()
         self._idle = asyncio.Event()
+        self.commits = Durations(COMMITS_S)  #: of the journal, each of one batch of events
+        self._appended = False  #: an event since the last of them
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._epoch = 0
@@ -379,11 +385,19 @@ class Shell(Generic[EventT, EffectT]):
                 self._handle(item, effects)
         self._tick(effects)  # last: no deadline may overtake an older message that may answer it
         if self._journal is not None:
-            await self._wait_for(self._journal, self._journal.commit)
+            await self._commit(self._journal)
         whole = await self._carry_out(effects)
         await self._settle(settling, whole=whole)
         await self._take_snapshot(after=self._snapshot_every)
         await asyncio.sleep(0)  # an in-process bus never waits, and others live on this loop
+
+    async def _commit(self, journal: Journal[Any]) -> None:
+        """Make what was appended durable, and note how long that took."""
+        begun = time.perf_counter()
+        await self._wait_for(journal, journal.commit)
+        if self._appended:
+            self.commits.add(time.perf_counter() - begun)
+        self._appended = False
 
     def _tick(self, effects: list[EffectT | Send]) -> None:
         if self._is_due():
@@ -397,6 +411,7 @@ class Shell(Generic[EventT, EffectT]):
         now = self.now()
         if self._journal is not None:
             self._journal.append(now, event)
+            self._appended = True
         effects.extend(self._core.handle(event, now))
 
     async def _take_snapshot(self, *, after: int) -> None:

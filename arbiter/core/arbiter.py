@@ -165,6 +165,7 @@ class Arbiter:
         gpus = self._index.counts()[1]
         if gpus != self.state.history.gpus:
             self.state.history.resize(gpus, self.state.settings.tenants, now)
+        self.state.history.lie_idle(self._index.idle(), now)
         if not listens:
             outbox.say(turn)
         turn.close()

@@ -85,7 +85,7 @@ def _check_history(state: State, index: Index) -> None:
     assert kept == groups, "the pools do not hold the apps there are"
     total = fsum(account.allocated.at(state.now) for account in history.tenants.values())
     most = 0.0 if history.since is None else (state.now - history.since) * len(index.seats)
-    assert total <= most + 1e-3, "GPU time came from nowhere"
+    assert total + history.idle.at(state.now) <= most + 1e-3, "GPU time came from nowhere"
 
 
 def _held(state: State, index: Index) -> dict[AppId, float]:

@@ -14,11 +14,13 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from itertools import accumulate
 
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, Histogram, disable_created_metrics
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from app_agent.streams import OVER
 from launch import overview, views
@@ -108,6 +110,8 @@ class _Collected(Collector):
         yield _gauge("up", "whether the arbiter answers", 0.0 if present is None else 1.0)
         if present is not None:
             yield from _rounds(present)
+            yield from _counts(present["counts"])
+            yield from _process(present["process"], present["at_s"])
             yield from _apps(present)
             yield from _gpus(present)
             yield from _tenants(present["shares"])
@@ -129,10 +133,20 @@ def _labelled(
     return family
 
 
+def _counted(name: str, words: str, labels: tuple[str], counts: Mapping[str, float]) -> CounterMetricFamily:
+    """Return a counter with a series for each label."""
+    family = CounterMetricFamily(f"gpu_arbiter_{name}", words, labels=labels)
+    for label, count in counts.items():
+        family.add_metric((label,), count)
+    return family
+
+
 def _rounds(present: Document) -> Iterator[Metric]:
     yield CounterMetricFamily("gpu_arbiter_rounds", "rounds since the ledger began", value=present["round_count"])
     failures = present["policy_failures"]
     yield CounterMetricFamily("gpu_arbiter_policy_failures", "exceptions of policies, which are bugs", value=failures)
+    if present["epoch"] is not None:
+        yield _gauge("leader_epoch", "the epoch in which the arbiter leads; it grows with each start", present["epoch"])
     words = "for how long a round has been under way, or due and not begun; 0 if none is"
     yield _gauge("round_overdue_seconds", words, present["round_overdue_s"])
     for newest in present["rounds"]:
@@ -141,16 +155,41 @@ def _rounds(present: Document) -> Iterator[Metric]:
         yield _gauge("newest_round_seconds", "from the start of the newest round to its decision", newest["took_s"])
 
 
+def _counts(counts: Document) -> Iterator[Metric]:
+    """Yield what the arbiter counts from the beginning of its journal on."""
+    yield _counted(
+        "preemptions", "GPUs taken from apps that wanted them still", ("reason",), counts.get("preemptions", {})
+    )
+    words = "mini-batches that had to be done again"
+    yield CounterMetricFamily("gpu_arbiter_steps_lost", words, value=counts.get("steps_lost", 0))
+    words = "claims of apps that were found to differ from measurements, anew or by another ratio"
+    yield _counted("claims_off", words, ("owner",), counts.get("claims_off", {}))
+
+
+def _process(process: Document, at_s: float) -> Iterator[Metric]:
+    """Yield what the arbiter's process knows of itself."""
+    took = process.get("journal_commits")
+    if took is not None:
+        family = HistogramMetricFamily(
+            "gpu_arbiter_journal_commit_seconds", "each commit of the journal, since the arbiter was started"
+        )
+        within = [*map(float, accumulate(took["counts"]))]
+        bounds = [*map(floatToGoString, took["bounds_s"]), "+Inf"]
+        family.add_metric((), [*zip(bounds, within, strict=True)], took["sum_s"])
+        yield family
+    words = "until the first certificate in a file of the arbiter's expires; below 0 once it has"
+    left = (((file,), end - at_s) for file, end in process.get("certificates", {}).items())
+    yield _labelled("certificate_expiry_seconds", words, ("file",), left)
+
+
 def _apps(present: Document) -> Iterator[Metric]:
     alive = [app for app in present["apps"] if app["state"] not in OVER]
     states = Counter((app["tenant"], app["state"]) for app in alive)
     yield _labelled("apps", "apps that are not over", ("tenant", "state"), states.items())
     pending, waits = Counter[tuple[str]](), defaultdict[tuple[str], float](float)
     rhos = defaultdict[tuple[str], float](float)
-    claims = Counter[tuple[str]]()
     for app in alive:
         key = (str(app["tenant"]),)
-        claims[(str(app["owner"]),)] += len(app["claims"])
         rhos[key] = max(rhos[key], app["rho"] or 0.0)
         if app["state"] in WAITING:
             pending[key] += max(0, app["want"] - len(app["gpus"]))
@@ -159,7 +198,6 @@ def _apps(present: Document) -> Iterator[Metric]:
     yield _labelled("oldest_wait_seconds", "age of the oldest app that waits", ("tenant",), waits.items())
     known = ((key, rho) for key, rho in rhos.items() if rho)
     yield _labelled("rho_max", "finish-time fairness of the worst-off app; 1 or less is fair", ("tenant",), known)
-    yield _labelled("claims_off", "claims of apps that differ from measurements", ("owner",), claims.items())
 
 
 def _gpus(present: Document) -> Iterator[Metric]:
@@ -170,14 +208,11 @@ def _gpus(present: Document) -> Iterator[Metric]:
     up = (((str(node["id"]),), float(node["state"] == "up")) for node in present["nodes"])
     yield _labelled("node_up", "whether a node reports", ("node",), up)
     words = "plans of other sites or of former leaders that a node agent has refused since it started"
-    refused = CounterMetricFamily("gpu_arbiter_plans_refused", words, labels=("node",))
-    for node in present["nodes"]:
-        refused.add_metric(
-            (str(node["id"]),), node.get("plans_refused", 0)
-        )  # an arbiter before this version tells none
-    yield refused
-    leaving = (((str(gpu["id"]), str(node["id"])), float(gpu["state"] == "draining")) for node, gpu in gpus)
-    yield _labelled("gpu_draining", "whether a GPU is being left", ("gpu", "node"), leaving)
+    refused = {str(node["id"]): node.get("plans_refused", 0) for node in present["nodes"]}  # an older arbiter: none
+    yield _counted("plans_refused", words, ("node",), refused)
+    leaving = (((str(gpu["id"]), str(node["id"])), float(gpu.get("draining_s") or 0.0)) for node, gpu in gpus)
+    words = "for how long a GPU, or a seat on it, has been left and not been proven empty; 0 if none is"
+    yield _labelled("gpu_draining_seconds", words, ("gpu", "node"), leaving)
     held = (
         ((gpu["id"], node["id"], app, apps.get(app, {}).get("owner", ""), apps.get(app, {}).get("tenant", "")), 1.0)
         for node, gpu in gpus
@@ -195,6 +230,9 @@ def _tenants(shares: Document) -> Iterator[Metric]:
         yield family
     for name, words in (("ltgf", "long-term GPU-time fairness; 1 or more is fair"), ("held_gpus", "GPUs held")):
         yield _labelled(name, words, ("tenant",), (((each["tenant"],), each[name]) for each in tenants))
+    if "idle_gpu_seconds" in shares:
+        words = "GPU time in which GPUs that may be given out were nobody's, counted from the version on that tells it"
+        yield CounterMetricFamily("gpu_arbiter_idle_gpu_seconds", words, value=shares["idle_gpu_seconds"])
     if shares["since"] is not None:
         began = views.seconds_of(shares["since"])
         yield _gauge("history_since_timestamp_seconds", "when the count of GPU time began", began)

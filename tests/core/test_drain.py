@@ -124,6 +124,7 @@ def test_a_task_that_saves_leaves_by_a_checkpoint_and_its_app_goes_on_elsewhere(
     effects = report(site, task("ana-1", 0, [gpu], "exited", step=7, saved_step=7, outcome="preempted"))
     (over,) = [effect for effect in effects if isinstance(effect, LeaseRecord)]
     assert over.reason == WHY
+    assert site.arbiter.state.counts.preemptions == {"drain": 1}
     assert f"lost {gpu} on n1: {WHY}" in site.told("ana-1")
     site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])
     report(site)

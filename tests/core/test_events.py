@@ -116,6 +116,7 @@ def test_a_winner_is_named_where_another_is_preempted_for_it() -> None:
     (lost,) = [each for each in site.handle(decided) if isinstance(each, EventRecord) and each.kind == "preempted"]
     assert (lost.app, lost.by, lost.gpus) == ("ana-1", "bob-1", (gpu_id("n1", 0),))
     assert lost.what == f"{gpu_id('n1', 0)} on n1: round {site.arbiter.state.round} gave it to bob-1"
+    assert site.arbiter.state.counts.preemptions["outbid"] == 1
 
 
 def test_a_job_that_goes_on_elsewhere_has_moved() -> None:

@@ -69,6 +69,7 @@ def test_an_app_that_is_held_saves_and_leaves_as_under_preemption() -> None:
     assert (told.app, told.reason) == ("ana-1", "held by its owner")
     assert isinstance(site.arbiter.state.gpus[gpu].state, Draining)
     assert site.arbiter.state.apps[AppId("ana-1")].tally.preemptions == 1
+    assert site.arbiter.state.counts.preemptions == {"act": 1}
     assert listed(site)["state"] == "leaving"
     leave(site, gpu)
     assert site.holder(gpu) is None

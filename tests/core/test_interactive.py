@@ -139,6 +139,7 @@ def test_who_made_room_is_told_for_whom() -> None:
     effects = site.play_round(site.app("tia-1", kind="interactive") + site.wait(1.5))
     (preempt,) = sent(effects, Preempt)
     assert (preempt.app, preempt.reason) == ("bob-1", "makes room for the interactive app tia-1")
+    assert site.arbiter.state.counts.preemptions == {"interactive": len(preempt.leases)}
     assert "did not renew its lease" not in site.told("bob-1")
 
 

@@ -7,24 +7,31 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
 from launch.web.server import make_app
+from protocol import certificates
+from protocol.durations import Durations
 from protocol.journal import JournalError
 from protocol.messages import AppId, EventFilter
 from tests.core.test_reports import Books
+from tests.launch.test_doctor import a_certificate
 from tests.launch.test_web import Asked, Browser, at
 from tests.support.arbiter_site import gpu_id
+from tests.support.pages import ROOT
 
 PROMTOOL = shutil.which("promtool")
 SAMPLE = re.compile(r"^(gpu_arbiter_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+PAGE = ROOT / "docs" / "operations.md"
 NAME = re.compile(r"gpu_arbiter_\w+")
 
 
@@ -133,7 +140,20 @@ def test_while_the_arbiter_is_away_only_that_is_told(browser: Browser, asked: As
     assert browser.get("/healthz")[0] == 200
 
 
-def test_each_name_in_a_rule_or_a_panel_is_exposed(browser: Browser) -> None:
+def whole(asked: Asked) -> None:
+    """Let the site have something to tell of each metric, but of what is new in the ledger."""
+    commits = Durations((1.0,))
+    commits.add(0.5)
+    asked.process = lambda: {"journal_commits": commits.document(), "certificates": {"ca.pem": 9e9}}
+    counts = asked.books.site.arbiter.state.counts
+    counts.claims_off["ben"], counts.preemptions["outbid"] = 1, 1
+    app = asked.books.site.arbiter.state.apps[AppId("ben-1")]
+    asked.books.site.arbiter.state.apps[app.id] = replace(app, basis="measured")
+    asked.books.site.arbiter.state.rhos[app.id] = 1.5
+
+
+def test_each_name_in_a_rule_or_a_panel_is_exposed(browser: Browser, asked: Asked) -> None:
+    whole(asked)
     exposed = set(re.findall(r"^# TYPE (\w+) ", browser.get("/metrics")[2], re.MULTILINE))
     part = re.compile(r"_seconds_(bucket|sum|count)$")
     used = {part.sub("_seconds", name) for expression in expressions() for name in NAME.findall(expression)}
@@ -166,7 +186,7 @@ def test_a_hundred_gpus_and_fifty_owners_make_fewer_than_two_thousand_series(bro
 
 # --- Prometheus's own word on it ------------------------------------------------------------------------------------
 
-needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: apt-get install prometheus")
+needs_promtool = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not here: run scripts/ensure-prometheus.sh")
 
 
 def promtool(*words: str, told: str | None = None) -> str:
@@ -192,7 +212,7 @@ def series(name: str, values: str) -> dict[str, str]:
     return {"series": name, "values": values}
 
 
-RULES = 11
+RULES = 12
 #: Of an alert, the series that raise it, and after how many minutes it must stand; a minute between two values.
 RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
     "ArbiterAway": ([series("gpu_arbiter_up", "1 1 0x30")], 5),
@@ -203,7 +223,8 @@ RAISED: dict[str, tuple[list[dict[str, str]], int]] = {
         ],
         8,
     ),
-    "GpuDrainingTooLong": ([series('gpu_arbiter_gpu_draining{gpu="g",node="n"}', "1x60")], 20),
+    "GpuDrainingTooLong": ([series('gpu_arbiter_gpu_draining_seconds{gpu="g",node="n"}', "0+60x60")], 20),
+    "CertificateExpires": ([series('gpu_arbiter_certificate_expiry_seconds{file="f"}', "1210000-60x60")], 10),
     "HistoryBeganAnew": ([series("gpu_arbiter_history_since_timestamp_seconds", "100x5 900x5")], 8),
     "NodeLost": ([series('gpu_arbiter_node_up{node="n"}', "1 0x30")], 5),
     "PolicyFails": ([series("gpu_arbiter_policy_failures_total", "0x3 1x9")], 6),
@@ -231,7 +252,6 @@ def filled(text: str, labels: dict[str, str]) -> str:
 
 @needs_promtool
 def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
-    (tmp_path / "alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
     rules = {rule["alert"]: rule for rule in shipped("alerts.yml")["groups"][0]["rules"]}
     calm = [series("gpu_arbiter_up", "1x60"), series('gpu_arbiter_node_up{node="n"}', "1x60")]
     calm += [series("gpu_arbiter_round_overdue_seconds", "2x60"), series('gpu_arbiter_gpus{state="free"}', "1x60")]
@@ -249,20 +269,70 @@ def test_faults_raise_their_alerts_and_a_calm_site_none(tmp_path: Path) -> None:
         }
     ]
     for name, (inputs, minutes) in RAISED.items():
-        whole = rules[name]["expr"].startswith("sum(")
-        labels = dict(re.findall(r'(\w+)="(\w+)"', inputs[0]["series"]) if not whole else ()) | rules[name]["labels"]
-        words = {key: filled(text, labels) for key, text in rules[name]["annotations"].items()}
-        expected = [{"exp_labels": labels, "exp_annotations": words}]
         tests.append(
             {
                 "interval": "1m",
                 "input_series": inputs,
-                "alert_rule_test": [{"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": expected}],
+                "alert_rule_test": [
+                    {"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": raised(rules[name], inputs)}
+                ],
             }
         )
-    document = {"rule_files": ["alerts.yml"], "evaluation_interval": "1m", "tests": tests}
-    (tmp_path / "tests.yml").write_text(json.dumps(document))
-    promtool("test", "rules", str(tmp_path / "tests.yml"))
+    run_tests(tmp_path, "1m", tests)
+
+
+def every_15s(*parts: tuple[str, float]) -> str:
+    """Values of a series, a scrape each: of each part its notation, and the seconds that it lasts."""
+    return " ".join(f"{values}x{seconds / 15:.0f}" for values, seconds in parts)
+
+
+#: Of the four faults that must be told within two minutes: the series, as Prometheus scrapes it every 15 s, and the
+#: second at which the fault has lasted for as long as it is borne. Nodes are sent a plan every two seconds.
+ON_TIME: dict[str, tuple[list[dict[str, str]], float]] = {
+    "PlansRefused": ([series('gpu_arbiter_plans_refused_total{node="n"}', every_15s(("0", 600), ("7+7", 600)))], 600),
+    "GpuDrainingTooLong": (
+        [series('gpu_arbiter_gpu_draining_seconds{gpu="g",node="n"}', every_15s(("0", 585), ("0+15", 1800)))],
+        600 + 900,
+    ),
+    "NoRoundWhilePending": (
+        [
+            series("gpu_arbiter_round_overdue_seconds", every_15s(("0", 585), ("0+15", 900))),
+            series('gpu_arbiter_pending_gpus{tenant="a"}', every_15s(("2", 1800))),
+        ],
+        600 + 300,
+    ),
+    "HistoryBeganAnew": (
+        [series("gpu_arbiter_history_since_timestamp_seconds", every_15s(("100", 585), ("900", 600)))],
+        600,
+    ),
+}
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", ON_TIME)
+def test_a_fault_raises_its_alert_within_two_minutes_of_its_time_and_not_before(name: str, tmp_path: Path) -> None:
+    inputs, at_s = ON_TIME[name]
+    rule = next(rule for rule in shipped("alerts.yml")["groups"][0]["rules"] if rule["alert"] == name)
+    silent = [(f"{second}s", []) for second in range(0, int(at_s), 15)]
+    told = [*silent, (f"{at_s + 120:.0f}s", raised(rule, inputs))]
+    looks = [{"eval_time": when, "alertname": name, "exp_alerts": alerts} for when, alerts in told]
+    run_tests(tmp_path, "15s", [{"interval": "15s", "input_series": inputs, "alert_rule_test": looks}])
+
+
+def raised(rule: Any, inputs: list[dict[str, str]]) -> list[dict[str, Any]]:
+    """The alert of a rule with the labels of the first series, unless it sums over them."""
+    whole = rule["expr"].startswith("sum(")
+    labels = dict(re.findall(r'(\w+)="(\w+)"', inputs[0]["series"]) if not whole else ()) | rule["labels"]
+    words = {key: filled(text, labels) for key, text in rule["annotations"].items()}
+    return [{"exp_labels": labels, "exp_annotations": words}]
+
+
+def run_tests(folder: Path, interval: str, tests: list[dict[str, Any]]) -> None:
+    """Let promtool look at the rules, as they are shipped, over series that a test gives."""
+    (folder / "alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
+    document = {"rule_files": ["alerts.yml"], "evaluation_interval": interval, "tests": tests}
+    (folder / "tests.yml").write_text(json.dumps(document))
+    promtool("test", "rules", str(folder / "tests.yml"))
 
 
 def test_a_round_is_overdue_while_the_policy_does_not_answer_and_not_while_an_app_cannot_be_served(
@@ -293,4 +363,66 @@ def test_a_gpu_that_is_being_left_is_told(browser: Browser, asked: Asked) -> Non
     site = asked.books.site
     site.app("ben-1", state="finished", tenant="other")  # type: ignore[arg-type]
     (gpu,) = [each for each in (gpu_id("n1", 0), gpu_id("n1", 1)) if site.holder(each) == "ben-1"]
-    assert samples(browser)["gpu_arbiter_gpu_draining", f'gpu="{gpu}",node="n1"'] == 1.0
+    site.now += 7.0
+    told = {labels: value for (name, labels), value in samples(browser).items() if name.endswith("draining_seconds")}
+    assert told == {f'gpu="{each}",node="n1"': 7.0 * (each == gpu) for each in (gpu_id("n1", 0), gpu_id("n1", 1))}
+
+
+def test_counts_of_the_arbiter_are_told(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site
+    before = samples(browser)
+    assert before["gpu_arbiter_leader_epoch", ""] == site.epoch == 1.0
+    assert before["gpu_arbiter_steps_lost_total", ""] == 0.0
+    assert not [labels for name, labels in before if name == "gpu_arbiter_preemptions_total"]
+    site.app("ben-1", tenant="other", steps_lost=12)  # type: ignore[arg-type]
+    site.node("n1", sick=site.held("ben-1"))
+    site.arbiter.state.counts.claims_off["ben"] = 3
+    site.lead()
+    told = samples(browser)
+    assert told["gpu_arbiter_leader_epoch", ""] == 2.0
+    assert told["gpu_arbiter_steps_lost_total", ""] == 12.0
+    assert told["gpu_arbiter_preemptions_total", 'reason="out-of-service"'] == 1.0
+    assert told["gpu_arbiter_claims_off_total", 'owner="ben"'] == 3.0
+    idle = site.arbiter.state.history.idle.at(site.now)
+    assert told["gpu_arbiter_idle_gpu_seconds_total", ""] == idle > 0.0
+
+
+def test_commits_of_the_journal_are_a_histogram(browser: Browser, asked: Asked) -> None:
+    commits = Durations((0.01, 1.0))
+    asked.process = lambda: {"journal_commits": commits.document()}
+    for took_s in (0.01, 0.02, 0.5, 7.0):
+        commits.add(took_s)
+    told = {labels: value for (name, labels), value in samples(browser).items() if "commit_seconds_b" in name}
+    assert told == {'le="0.01"': 1.0, 'le="1.0"': 3.0, 'le="+Inf"': 4.0}
+    assert samples(browser)["gpu_arbiter_journal_commit_seconds_count", ""] == 4.0
+    assert samples(browser)["gpu_arbiter_journal_commit_seconds_sum", ""] == 7.53
+
+
+def test_the_time_until_a_certificate_expires_is_told_and_a_new_one_is_noticed(
+    browser: Browser, asked: Asked, tmp_path: Path
+) -> None:
+    files = certificates.named_in(f"amqps://broker/gpu?cafile={tmp_path}/ca.pem&certfile={tmp_path}/own.pem")
+    asked.process = lambda: {"certificates": certificates.ends(files)}
+    key = ("gpu_arbiter_certificate_expiry_seconds", f'file="{tmp_path}/own.pem"')
+    for days in (12, 400):
+        a_certificate(tmp_path / "own.pem", days=days)
+        with pytest.MonkeyPatch.context() as patch, at(patch, datetime.now(UTC).timestamp()):
+            told = samples(browser)
+        assert days * 86_400.0 < told[key] <= days * 86_400.0 + 3600.0
+    assert [labels for name, labels in told if name == key[0]] == [key[1]], "the other file is not there"
+
+
+def test_the_page_on_operating_lists_each_metric_with_its_labels(browser: Browser, asked: Asked) -> None:
+    listed = {
+        name: sorted(re.findall(r"`(\w+)`", labels))
+        for name, labels in re.findall(r"^\| `(gpu_arbiter_\w+)` \|(.*?)\|", PAGE.read_text("utf-8"), re.MULTILINE)
+    }
+    whole(asked)
+    types = dict(re.findall(r"^# TYPE (\w+) (\w+)", browser.get("/metrics")[2], re.MULTILINE))
+    assert listed.keys() == types.keys(), sorted(listed.keys() ^ types.keys())
+    seen = {
+        re.sub(r"_(bucket|sum|count)$", "", name): sorted({*re.findall(r'(\w+)="', labels)} - {"le"})
+        for name, labels in samples(browser)
+    }
+    assert len(seen) >= len(types) - 2, "the histograms of rounds and waits have nothing yet"
+    assert seen == {name: listed[name] for name in seen}

@@ -568,6 +568,20 @@ async def test_every_event_is_in_the_journal_before_its_effects_happen(rig: Rig,
     assert len(seen) == 2
 
 
+async def test_a_commit_is_counted_for_each_batch_that_has_written_events(rig: Rig, tmp_path: Path) -> None:
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
+        shell = rig.shell(APP, journal=journal)
+        async with rig.running(shell):
+            for text in ("a", "b"):
+                shell.post(Poke(text))
+                await shell.wait_idle()
+            shell.say([])  # a batch without an event
+            await shell.wait_idle()
+    told = shell.commits.document()
+    assert sum(told["counts"]) == 2
+    assert told["sum_s"] > 0.0
+
+
 async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path) -> None:
     with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
         options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 10}

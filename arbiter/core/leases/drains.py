@@ -88,7 +88,7 @@ def _end_leases(turn: Turn, node: NodeId, drain: Drain) -> None:
         if isinstance(gpu.state, Leased) and (gpu.state.lease.app, gpu_id) in staying:
             _extend(turn, gpu, gpu.state)
         else:
-            leases.withdraw(turn, gpu, drain.sentence(node))
+            leases.withdraw(turn, gpu, drain.sentence(node), preempted="drain")
 
 
 def _extend(turn: Turn, gpu: Gpu, held: Leased) -> None:

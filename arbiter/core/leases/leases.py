@@ -109,7 +109,7 @@ def reseat(turn: Turn) -> None:
     gpus = turn.state.gpus
     for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
         if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
-            withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now")
+            withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now", preempted="other")
     for seats in turn.index.seats.values() if not turn.policy.traits.shares else ():
         leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
         for gpu in sorted(leased, key=seniority)[1:]:
@@ -136,10 +136,17 @@ def renew(turn: Turn, gpu: Gpu, *, round: int, guest: bool = False) -> Lease:  #
     return lease
 
 
-def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = None, preempted: bool = False) -> None:
+def revoke(
+    turn: Turn,
+    gpu: Gpu,
+    reason: str,
+    *,
+    promised_to: AppId | None = None,
+    preempted: model.PreemptedBy | None = None,
+) -> None:
     """End a lease; the GPU drains until its node agent proves it empty.
 
-    `preempted` says that the app still wanted it, which is counted and told to the app.
+    `preempted` says that the app still wanted it, and by what it lost it; that is counted and told to the app.
     """
     assert isinstance(gpu.state, Leased)
     lease = gpu.state.lease
@@ -156,7 +163,9 @@ def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = Non
         ),
     )
     turn.tell(gpu.id, f"taken from {lease.app}: {reason}")
-    if preempted:
+    if preempted is not None:
+        counts = turn.state.counts.preemptions
+        counts[preempted] = counts.get(preempted, 0) + 1
         turn.revoked[lease.app, reason].append(lease.id)
         app = turn.state.apps[lease.app]
         turn.state.apps[app.id] = replace(app, tally=replace(app.tally, preemptions=app.tally.preemptions + 1))
@@ -164,11 +173,11 @@ def revoke(turn: Turn, gpu: Gpu, reason: str, *, promised_to: AppId | None = Non
         turn.happen("preempted", reason, app=app.id, node=gpu.node, gpu=gpu.id, by=promised_to)
 
 
-def withdraw(turn: Turn, gpu: Gpu, reason: str) -> None:
+def withdraw(turn: Turn, gpu: Gpu, reason: str, *, preempted: model.PreemptedBy) -> None:
     """Take a GPU that is out of service from its app, or from the app it was promised to."""
     match gpu.state:
         case Leased():
-            revoke(turn, gpu, reason, preempted=True)
+            revoke(turn, gpu, reason, preempted=preempted)
             turn.state.news = True  # its app wants another, and this one may never be proven empty
         case Draining(promised_to=winner) if winner is not None:
             turn.put_gpu(gpu, replace(gpu.state, promised_to=None))
@@ -327,7 +336,7 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
     if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
         return False
     if isinstance(gpu.state, Leased):
-        revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted=True)
+        revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted="other")
         gpu = turn.state.gpus[gpu.id]
     if isinstance(gpu.state, Draining):
         release(turn, gpu)
@@ -358,7 +367,7 @@ def expire(turn: Turn) -> None:
     if turn.index.next_end > turn.now:
         return
     for gpu_id in sorted(gpu for gpu, end in turn.index.ends.items() if end <= turn.now):
-        revoke(turn, turn.state.gpus[gpu_id], "the lease ended and no round renewed it", preempted=True)
+        revoke(turn, turn.state.gpus[gpu_id], "the lease ended and no round renewed it", preempted="not-renewed")
 
 
 def end_all(turn: Turn, app: AppId, reason: str) -> None:

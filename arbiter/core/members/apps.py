@@ -140,7 +140,7 @@ def leave_out_silent(turn: Turn) -> None:
             runs_on = turn.runs_on(app_id)
             for gpu in leases.held(turn, app_id):
                 if device_of(gpu.id) not in runs_on:
-                    leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted=True)
+                    leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted="other")
             turn.follow(app)
             if not runs_on:
                 sales.give_up_booking(turn, app_id)
@@ -160,6 +160,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         turn.apps.add(app.id)
     if requirements.priority != app.requirements.priority:
         turn.index.touch_all(app.id)
+    lost = max(0, report.steps_lost - app.steps_lost)
     app = replace(
         app,
         report_seq=report.seq,
@@ -189,6 +190,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         standing=report.standing,
     )
     turn.state.apps[app.id] = app = declarations.note(turn, app)
+    turn.state.counts.steps_lost += lost
     _leave_unsuited(turn, app)
     if isinstance(app.state, Dependent):
         app = _follow_dependencies(turn, app, app.state, report)
@@ -230,7 +232,7 @@ def _leave_unsuited(turn: Turn, app: App) -> None:
     """Take the GPUs from an app that are of another kind than it asks for by now."""
     for gpu in leases.held(turn, app.id) if gpu_kinds.wishes_kind(app.requirements) else ():
         if not model.suits(app, gpu):
-            leases.revoke(turn, gpu, f"it asks for {gpu_kinds.in_words(app.requirements)} now", preempted=True)
+            leases.revoke(turn, gpu, f"it asks for {gpu_kinds.in_words(app.requirements)} now", preempted="other")
 
 
 def _follow_dependencies(turn: Turn, app: App, state: Dependent, report: AppReport) -> App:

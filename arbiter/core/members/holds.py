@@ -20,11 +20,11 @@ def hold(turn: Turn, app: App, by: str, reason: str) -> None:
     _put(turn, replace(app, held_by=by, demand_wished=app.demand_max, demand_max=0))
     phases.stop_awaiting(turn, app.id)
     for gpu in leases.held(turn, app.id):
-        leases.revoke(turn, gpu, reason, preempted=True)
+        leases.revoke(turn, gpu, reason, preempted="act")
     for gpu_id in sorted(turn.index.draining):
         gpu = turn.state.gpus[gpu_id]
         if isinstance(gpu.state, Draining) and gpu.state.promised_to == app.id:
-            leases.withdraw(turn, gpu, reason)
+            leases.withdraw(turn, gpu, reason, preempted="act")
     sales.give_up_booking(turn, app.id, reason)
 
 
@@ -42,7 +42,7 @@ def requeue(turn: Turn, app: App, act: str, reason: str) -> None:
     turn.index.move_app(app, last)
     _put(turn, replace(app, arrival=last, requeued_by=act))
     for gpu in leases.held(turn, app.id):
-        leases.revoke(turn, gpu, reason, preempted=True)
+        leases.revoke(turn, gpu, reason, preempted="act")
 
 
 def _put(turn: Turn, app: App) -> None:

@@ -167,7 +167,7 @@ def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:
     turn.tell(gpu.id, why, loudly=True)
     kind: EventKind = "quarantined" if gpu.quarantined else "unhealthy" if gpu.present else "absent"
     turn.happen(kind, why, node=gpu.node, gpu=gpu.id)
-    leases.withdraw(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}")
+    leases.withdraw(turn, gpu, f"{gpu.id} on {gpu.node} is out of service: {why}", preempted="out-of-service")
 
 
 def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
@@ -364,7 +364,7 @@ def lose_silent(turn: Turn) -> None:
             for task_id in sorted(turn.index.node_tasks[node.id]):
                 turn.state.tasks[task_id] = preemption_budget.count(turn, turn.state.tasks[task_id])
             for gpu_id in sorted(turn.index.node_gpus[node.id]):
-                leases.withdraw(turn, turn.state.gpus[gpu_id], f"node {node.id} was lost")
+                leases.withdraw(turn, turn.state.gpus[gpu_id], f"node {node.id} was lost", preempted="out-of-service")
     seen = [node.state.seen_at for node in turn.state.nodes.values() if isinstance(node.state, Up)]
     turn.index.overdue_at = min(seen) + limit_s if seen else None
 

@@ -146,6 +146,8 @@ def _tell(turn: Turn, app: App, found: tuple[Claim, ...]) -> None:
     gone = before.keys() - {claim.what for claim in found}
     for claim in new:
         turn.tell(app.id, sentence(claim), loudly=True)
+        counts = turn.state.counts.claims_off
+        counts[app.owner] = counts.get(app.owner, 0) + 1
     for what in sorted(gone):
         turn.tell(app.id, f"its {what} agrees with what was measured of its tasks again")
     if new or gone:

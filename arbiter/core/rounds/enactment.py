@@ -108,6 +108,7 @@ def _move(
     """Let a GPU go to `app`, or to none; its holder leaves for that, or to make room for `newcomer`."""
     number = turn.state.round
     why = f"makes room for the interactive app {newcomer}" if newcomer is not None else ""
+    room: model.PreemptedBy | None = "interactive" if newcomer is not None else None
     match gpu.state:
         case Free():
             if app is not None:
@@ -117,9 +118,11 @@ def _move(
                 leases.renew(turn, gpu, round=number, guest=guest)
             elif app is not None:
                 why = why or f"round {number} gave it to {app.id}"
-                leases.revoke(turn, gpu, why, promised_to=app.id, preempted=True)
+                leases.revoke(turn, gpu, why, promised_to=app.id, preempted=room or "outbid")
             else:
-                leases.revoke(turn, gpu, why or f"round {number} did not renew its lease", preempted=True)
+                leases.revoke(
+                    turn, gpu, why or f"round {number} did not renew its lease", preempted=room or "not-renewed"
+                )
         case Draining():
             raise AssertionError(f"{gpu.id} was in play while it drains")
         case _ as never:

@@ -211,6 +211,7 @@ class History(Struct):
 
     since: float | None = None
     gpus: int = 0  #: that may be assigned: M
+    idle: Flow = Flow()  #: of those, the ones that no app has
     terms: tuple[TenantTerms, ...] = ()
     pool: Pool = field(default_factory=Pool)  #: all active apps
     pools: dict[TenantId, Pool] = field(default_factory=dict)  #: those of each tenant
@@ -228,6 +229,11 @@ class History(Struct):
         for each in terms:
             self._open(each.name)
         self._share_out(now)
+
+    def lie_idle(self, gpus: int, now: float) -> None:
+        """From `now` on so many of the GPUs that may be assigned are nobody's."""
+        if gpus != self.idle.rate:
+            self.idle = self.idle.changed(float(gpus), now)
 
     def follow(self, app: AppId, tenant: TenantId, *, weight: float, demand: int, now: float) -> None:
         """From `now` on an app can use so many GPUs; 0 once it is over."""

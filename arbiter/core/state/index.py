@@ -94,6 +94,8 @@ class Index:
         self._counted: dict[GpuId, tuple[bool, bool]] = {}  #: of each, whether it is to hope for, and may be assigned
         self._hoped = self._usable = 0  #: how many these are
         self._kinds: dict[Kind, Suited] = {}
+        self._idle: set[GpuId] = set()  #: GPUs that may be assigned, and that no app has
+        self._stirred: set[GpuId] = set()  #: seats that have changed since that was looked at
         self._state = state
         self.over: list[tuple[float, AppId]] = []  #: the apps that are over, the oldest first
         self.caches: dict[Cache[Any, Any], dict[Any, Any]] = {}
@@ -187,6 +189,7 @@ class Index:
 
     def _note_changed(self, seats: Collection[GpuId]) -> None:
         self._touched.update(seats)
+        self._stirred.update(seats)
         for changed in self.feeds.values():
             changed.update(seats)
 
@@ -269,6 +272,18 @@ class Index:
             self._counted[device] = counted
         self._uncounted.clear()
         return self._hoped, self._usable
+
+    def idle(self) -> int:
+        """Return how many GPUs may be assigned, and are nobody's."""
+        for seat in self._stirred:
+            device = device_of(seat)
+            usable = model.usable(self._state, self._state.gpus[device])
+            if usable and self.seats[device] <= self.free:
+                self._idle.add(device)
+            else:
+                self._idle.discard(device)
+        self._stirred.clear()
+        return len(self._idle)
 
     def suited(self, wished: Requirements) -> Suited:
         """Return the GPUs of the kind that a user asked for."""
@@ -383,7 +398,7 @@ class Index:
         alike = all(_filled(mine.items()) == _filled(theirs.items()) for mine, theirs in pairs)
         alike = alike and (self.free, self.ends, self.next_end) == (other.free, other.ends, other.next_end)
         alike = alike and (self.draining, self.order, self.census()) == (other.draining, other.order, other.census())
-        alike = alike and self.parted == other.parted
+        alike = alike and (self.parted, self.idle()) == (other.parted, other.idle())
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)

@@ -612,6 +612,19 @@ class StoryLine(Struct, frozen=True, array_like=True):
     what: str
 
 
+#: By what an app lost a GPU that it still wanted: a round gave it to another app, or to an interactive one; no round
+#: renewed its lease; the GPU or its node is out of service, or drained; an owner's or administrator's act; all else.
+PreemptedBy = Literal["outbid", "interactive", "not-renewed", "out-of-service", "drain", "act", "other"]
+
+
+class Counts(Struct):
+    """What only grows, and outlives apps; for metrics."""
+
+    preemptions: dict[PreemptedBy, int] = field(default_factory=dict)  #: in GPUs
+    steps_lost: int = 0  #: mini-batches that had to be done again
+    claims_off: dict[str, int] = field(default_factory=dict)  #: by owner; see `rounds.claim_audit`
+
+
 class State(Struct):
     """All the arbiter knows. Only `Arbiter.handle` changes it."""
 
@@ -662,6 +675,7 @@ class State(Struct):
     declarations: dict[str, Declared] = field(default_factory=dict)  #: by owner; see `members.declarations`
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
     stops: dict[JobId, JointStop] = field(default_factory=dict)  #: of jobs on several nodes that are to leave
+    counts: Counts = field(default_factory=Counts)
 
 
 def suits(app: App, gpu: Gpu) -> bool:

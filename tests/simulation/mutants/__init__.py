@@ -87,7 +87,7 @@ def the_end_of_an_app_is_never_acknowledged() -> Iterator[None]:
 def a_gpu_is_granted_while_it_drains() -> Iterator[None]:
     revoke = leases.revoke
 
-    def hasty(turn: Any, gpu: Any, reason: str, *, promised_to: Any = None, preempted: bool = False) -> None:
+    def hasty(turn: Any, gpu: Any, reason: str, *, promised_to: Any = None, preempted: Any = None) -> None:
         revoke(turn, gpu, reason, promised_to=promised_to, preempted=preempted)
         if promised_to is not None:
             turn.put_gpu(turn.state.gpus[gpu.id], Free(turn.now))
