@@ -48,6 +48,8 @@ JOURNAL_COLUMNS: Mapping[str, Sequence[str]] = {
 }
 #: Facts of one store that another one must not take over.
 OWN_FACTS = ("epoch", "starts", "restored")
+#: Tables, each after its part, that stores and backups of earlier versions lack; they have no rows there.
+LATE = frozenset({("ledger", "sites")})
 _SCHEMA = """
 CREATE TABLE about (one INTEGER PRIMARY KEY, document BLOB NOT NULL);
 CREATE TABLE journal_events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL, sum INTEGER);
@@ -104,7 +106,7 @@ class _Files:
 
     def rows(self, part: str, table: str, columns: Sequence[str]) -> Iterator[Row]:
         """Return the rows of a table."""
-        return self._parts[part].execute(_select(table, columns))
+        return _rows(self._parts[part], part, table, table, columns)
 
     def epoch(self) -> int:
         """Return the newest epoch that was given out."""
@@ -125,6 +127,9 @@ class _Database:
 
     def rows(self, part: str, table: str, columns: Sequence[str]) -> Iterator[Row]:
         """Return the rows of a table, without keeping them all in memory."""
+        there = "SELECT to_regclass(%s)"
+        if (part, table) in LATE and self._cursor.execute(there, (f"{part}.{table}",)).fetchone() == (None,):
+            return
         yield from self._cursor.stream(_select(f"{part}.{table}", columns).encode())
 
     def epoch(self) -> int:
@@ -248,7 +253,7 @@ class Backup:
 
     def rows(self, part: str, table: str, columns: Sequence[str]) -> Iterator[Row]:
         """Return the rows of a table."""
-        return self._database.execute(_select(f"{part}_{table}", columns))
+        return _rows(self._database, part, table, f"{part}_{table}", columns)
 
     def facts(self) -> dict[str, str]:
         """Return the facts of the journal that a restored one keeps."""
@@ -405,6 +410,14 @@ def _insert(target: sqlite3.Connection, table: str, columns: Sequence[str], rows
     values = ", ".join("?" * len(columns))
     statement = f"INSERT INTO {table} ({', '.join(map(_quoted, columns))}) VALUES ({values})"  # noqa: S608 - our words
     return target.executemany(statement, rows).rowcount
+
+
+def _rows(database: sqlite3.Connection, part: str, table: str, name: str, columns: Sequence[str]) -> Iterator[Row]:
+    """Return the rows of a table of SQLite, which has the name there; none of one that an older version lacks."""
+    there = "SELECT 1 FROM sqlite_master WHERE type = 'table' AND name = ?"
+    if (part, table) in LATE and database.execute(there, (name,)).fetchone() is None:
+        return iter(())
+    return database.execute(_select(name, columns))
 
 
 def _select(table: str, columns: Sequence[str]) -> str:

@@ -295,6 +295,7 @@ class _Performer:
         site = state.site or known or f"s-{secrets.token_hex(4)}"
         if site != known:
             await self._away(partial(self._journal.set, "site", site))
+        self._ledger.belong_to(site)
         restored = await self._away(partial(self._journal.get, "restored"))
         event = Configured(
             self._config.arbiter,
@@ -333,6 +334,7 @@ class _Performer:
                 await self._away(partial(self._journal.take_epoch, epoch))
                 if await self._away(partial(self._journal.get, "site")) != site:
                     await self._away(partial(self._journal.set, "site", site))
+                self._ledger.belong_to(site)
             case Resign(why):
                 raise ConfigError(why)
             case _:

@@ -2,7 +2,8 @@
 
 GPU time is in two tables more: `stretches`, of which each has the same part of a GPU from its start to its end, and
 `losses`, of work that has to be done again. A report of any period is a sum over these (`arbiter.reports`).
-`standings` has, for every hour, the GPU time that each tenant had had and that was fair by then.
+`standings` has, for every hour, the GPU time that each tenant had had and that was fair by then. `sites` has the ids
+under which its arbiter has led, so that a reader can tell it from the ledger of another site.
 
 Of the newest auctions it keeps the inputs, too, from which they are explained (`rounds.losses`).
 Writing the same record twice changes nothing, so a crash between deciding and recording is mended by performing the
@@ -13,6 +14,7 @@ user, or in the same database.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from math import inf
 from pathlib import Path
@@ -71,6 +73,7 @@ CREATE TABLE IF NOT EXISTS failures (at {NUMBER} NOT NULL, round {COUNT} NOT NUL
 CREATE TABLE IF NOT EXISTS events (id {IDENTITY}, number {COUNT} NOT NULL, at {NUMBER} NOT NULL,
                                    kind TEXT NOT NULL, app TEXT, tenant TEXT, node TEXT, task TEXT,
                                    record {BYTES} NOT NULL, UNIQUE (at, number));
+CREATE TABLE IF NOT EXISTS sites (site TEXT PRIMARY KEY);
 CREATE INDEX IF NOT EXISTS rounds_by_time ON rounds (at);
 CREATE INDEX IF NOT EXISTS outcomes_by_round ON outcomes (round);
 CREATE INDEX IF NOT EXISTS claims_by_round ON claims (round);
@@ -214,6 +217,7 @@ INSERT INTO acts (act, at, actor, kind, target, outcome) VALUES (?, ?, ?, ?, ?, 
 _INSERT_FAILURE = """
 INSERT INTO failures (at, round, policy, doing, error, trace) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT DO NOTHING
 """
+_INSERT_SITE = "INSERT INTO sites (site) VALUES (?) ON CONFLICT DO NOTHING"
 _INSERT_INPUTS = """
 INSERT INTO inputs (round, packed) VALUES (?, ?) ON CONFLICT (round) DO UPDATE SET packed = excluded.packed
 """
@@ -307,6 +311,16 @@ class Ledger:
     def write(self, *records: Record) -> None:
         """Add records, all or none; writing one again changes nothing."""
         self._tables.write(*(statement for record in records for statement in _statements(record)))
+
+    def belong_to(self, site: str) -> None:
+        """Keep the id of the site of which it tells; it may have several, as an arbiter may adopt a site."""
+        self._tables.write((_INSERT_SITE, [(site,)]))
+
+    def sites(self) -> AbstractSet[str]:
+        """Return the ids of the site of which it tells; none if an arbiter of an older version has written it."""
+        if "sites" not in self._tables.names():
+            return frozenset()
+        return frozenset(site for (site,) in self._tables.read("SELECT site FROM sites"))
 
     def forget_unwritten(self) -> None:
         """Forget records that wait for a commit of ours, where another arbiter has written them."""

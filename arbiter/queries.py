@@ -539,6 +539,7 @@ class Queries:
         more = query.offset + len(records) < count
         return {
             "schema": "rounds/v1",
+            "site": self._arbiter.state.site,
             "count": count,
             "policy_failures": self._arbiter.state.policy_failures,
             "overdue_s": self._overdue_s(now),

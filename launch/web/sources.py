@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from launch import overview
 from launch.client import open_client
 from launch.faults import Fault
 from protocol.exit_codes import UNREACHABLE
+from protocol.journal import JournalError
 from protocol.messages import QueryKind
 
 #: How long a page waits for the arbiter.
@@ -48,6 +49,7 @@ class Sources:
         self.place, self._socket = ledger, socket
         self._looking = threading.Lock()
         self._seen: _Look | None = None
+        self._compared_until = 0.0  #: the sites of arbiter and ledger, by the monotonic clock
 
     @contextmanager
     def ledger(self) -> Iterator[Ledger]:
@@ -61,18 +63,35 @@ class Sources:
         with closing(Ledger.reader(self.place)) as ledger:
             yield ledger
 
-    def ask(self, *question: Any, patience_s: float = PATIENCE_S, **more: Any) -> dict[str, Any]:
+    def ask(self, kind: QueryKind, target: str = "", *, patience_s: float = PATIENCE_S, **more: Any) -> dict[str, Any]:
         """Return the arbiter's answer (`launch.client.Client.query`) without what tasks have printed.
 
-        The arbiter tells this process what the user may see for whom it asks, and its readers may be anybody.
+        The arbiter tells this process what the user may see for whom it asks, and its readers may be anybody. It must
+        be the one that writes the ledger: a page of two sites would be a lie.
 
         Raises
         ------
         Fault
-            If the arbiter does not answer, or says no.
+            If the arbiter does not answer, says no, or is of another site than the ledger.
         """
-        document: dict[str, Any] = told_to("", self._answer(*question, patience_s=patience_s, **more))
+        if kind != "rounds" and time.monotonic() > self._compared_until:
+            self.ask("rounds", limit=1, patience_s=patience_s)  # whose answer names the site
+        document: dict[str, Any] = told_to("", self._answer(kind, target, patience_s=patience_s, **more))
+        if kind == "rounds":
+            self._compare(document.get("site", ""))  # an arbiter before this version names none
         return document
+
+    def _compare(self, site: str) -> None:
+        """Refuse the answer of an arbiter of another site than the ledger's, as far as both are known."""
+        with suppress(JournalError), self.ledger() as ledger:  # a page that needs the ledger says so
+            known = ledger.sites()
+            if site and known and site not in known:
+                raise Fault(
+                    f"the arbiter that answers is of site {site}, and the ledger of site {' and '.join(sorted(known))}",
+                    code=UNREACHABLE,
+                    next_step="set GPU_ARBITER_URL to the socket of an app agent of the ledger's site",
+                )
+        self._compared_until = time.monotonic() + FRESH_S
 
     def _answer(self, *question: Any, patience_s: float, **more: Any) -> dict[str, Any]:
         with open_client(self._socket, timeout_s=patience_s + GRACE_S) as client:
