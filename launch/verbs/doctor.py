@@ -1,4 +1,4 @@
-"""`doctor`: checks of this host and its daemons. `provision`: an administrator's commands for one participant."""
+"""`doctor`: checks of this host and its daemons."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launch.faults import journal_place, usage
+from launch.faults import journal_place
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
-from protocol.bus.provision import broker_config, gateway_commands, user_commands
-from protocol.messages import ARBITER, Party
-from protocol.topology import Topology
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -21,7 +18,6 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
     app.command()(doctor)
-    app.command()(provision)
 
 
 def doctor(
@@ -50,35 +46,3 @@ def doctor(
             if check.verdict != "ok" and check.mend:
                 note(f"{check.name}: {check.mend}")
     raise SystemExit(exit_codes.FAILED if broken else exit_codes.DONE)
-
-
-def provision(
-    party: Annotated[
-        str, typer.Argument(help="arbiter, node-<id>, app-<owner>, gateway-<name>, or broker for rabbitmq.conf")
-    ],
-    vhost: Annotated[str, typer.Option(help="the broker's virtual host")] = "gpu",
-    prefix: Annotated[str, typer.Option(help="of queue names; the same in all daemons of a site")] = "",
-) -> None:
-    """Print the rabbitmqctl lines for one participant, or the broker's own settings."""
-    with answering(as_json=False):
-        if party == "broker":
-            say(broker_config())
-        elif party.startswith("gateway-"):
-            name = _party(party.replace("gateway-", "app-", 1)).id
-            say("\n".join(gateway_commands(name, Topology(prefix=prefix), vhost)))
-        else:
-            say("\n".join(user_commands(_party(party), Topology(prefix=prefix), vhost)))
-
-
-def _party(user: str) -> Party:
-    """Return the participant that the broker knows as `user`."""
-    if user == ARBITER.user:
-        return ARBITER
-    role, _, name = user.partition("-")
-    try:
-        return msgspec.convert({"role": role, "id": name} if role in ("node", "app") else None, Party)
-    except msgspec.ValidationError:
-        raise usage(
-            f"{user!r} is no participant",
-            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes",
-        ) from None
