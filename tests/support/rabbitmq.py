@@ -97,14 +97,24 @@ def definitions(parties: Iterable[Party], vhosts: Iterable[str], topology: Topol
 
 
 class Provisioned(Struct, frozen=True):
-    """What `provision site` has made for one of its brokers, all of which are private nodes of this host.
+    """What `provision site` has made in `site` for its broker `name`, which is a private node of this host.
 
     `ports` of all brokers, in the order in which they were named; the Erlang node of one is named after its port.
     """
 
-    folder: Path
+    site: Path
+    name: str
     ports: tuple[int, ...]
     epmd_port: int
+
+    @property
+    def folder(self) -> Path:
+        """Its own files."""
+        return self.site / "brokers" / self.name
+
+    def url(self, user: str) -> str:
+        """Return the address that was made for a participant: it has a virtual host, and names all brokers."""
+        return (self.site / "parties" / user / "broker.url").read_text().strip()
 
     def config(self, port: int) -> str:
         """Return its `rabbitmq.conf`, with the places of its files and the names of its nodes as they are here."""
@@ -153,7 +163,10 @@ class PrivateRabbitMQ(Startable):
         )
 
     def url(self, user: str = ADMIN, vhost: str = "/", *, port: int | None = None, password: str = PASSWORD) -> str:
-        """Return the address for `user`, optionally through a proxy's `port`."""
+        """Return the address for `user`, optionally through a proxy's `port`. A provisioned one has its own."""
+        if self._provisioned is not None:
+            assert (vhost, port) == ("/", None), "its certificate is for one address"
+            return self._provisioned.url(user)
         path = "%2F" if vhost == "/" else vhost
         return f"amqp://{user}:{password}@{self.address}:{port or self.port}/{path}"
 
