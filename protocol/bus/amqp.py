@@ -267,7 +267,7 @@ class AmqpLink:
 
         A second connection could go on granting after the broker took the token from the first.
         """
-        with _forbidden(f"{self._user!r} may not lead"):
+        with _forbidden(f"{self._user!r} may not lead"), self._homeless():
             async with self.speaking():
                 await self._declare_site()
                 self._token = asyncio.get_running_loop().create_future()
@@ -324,7 +324,7 @@ class AmqpLink:
 
     async def provision(self, *parties: Party) -> None:
         """Declare the inboxes of `parties`; the answer to the last is awaited, and says that all are there."""
-        with _forbidden(f"{self._user!r} may not provision"):
+        with _forbidden(f"{self._user!r} may not provision"), self._homeless():
             async with self.speaking():
                 for party in parties[:-1]:
                     await self._declare(self._topology.inbox(party), nowait=True)
@@ -332,6 +332,15 @@ class AmqpLink:
                     await self._declare(self._topology.inbox(party))
                 for party in parties:
                     await self._read_lane(party)
+
+    @contextmanager
+    def _homeless(self) -> Iterator[None]:
+        """Translate what a cluster says of a queue that is there and was kept by a broker that is away."""
+        try:
+            yield
+        except failures.ChannelNotFoundEntity as error:
+            mend = "that broker must come back, or its queues be quorum queues (gpu-arbiter provision site)"
+            raise self.lost(f"a queue is away with its broker: {_words(error)}; {mend}") from error
 
     async def _read_lane(self, party: Party) -> None:
         """Read the messages of an owner each in its turn, from now on."""

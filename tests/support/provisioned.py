@@ -40,6 +40,11 @@ class ProvisionedBrokers(Startable):
         """Return the address that was made for a participant."""
         return self.nodes[0].url(user)
 
+    def in_order_of(self, user: str) -> list[PrivateRabbitMQ]:
+        """Return the brokers in the order in which a participant tries them."""
+        url = self.url(user)
+        return sorted(self.nodes, key=lambda node: url.index(f":{node.port}"))
+
     def start(self) -> None:
         """Start all brokers."""
         for node in self.nodes:

@@ -129,7 +129,7 @@ class Provisioned(Struct, frozen=True):
 
 
 class PrivateRabbitMQ(Startable):
-    """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
+    """One broker node. `url(user)` is where to connect; `kill`, `stop`, `start`, `freeze`, `thaw` are its fates.
 
     It listens at `address`, of the host that the command `within` enters; by default of this one. One that is
     `provisioned` listens at `port`, speaks TLS alone and has no passwords.
@@ -192,6 +192,12 @@ class PrivateRabbitMQ(Startable):
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, as systemd does; return when it has ended."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(PATIENCE_S)
 
     def forget(self) -> None:
         """Delete its data, queues and all; it must not be running."""

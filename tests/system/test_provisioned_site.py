@@ -14,11 +14,11 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 
 from launch import doctor
 from launch.site.provision import Host, Wishes, provide
-from protocol.bus import BusError, Link, NotPermitted, Outgoing
+from protocol.bus import BusError, ConnectionLost, Link, NotPermitted, Outgoing
 from protocol.bus.amqp import AmqpBus
 from protocol.messages import ARBITER, Party
 from tests.support import rabbitmq
-from tests.support.cluster import Cluster, started
+from tests.support.cluster import Cluster, started, until
 from tests.support.patience import PATIENCE_S
 from tests.support.provisioned import ProvisionedBrokers
 
@@ -27,13 +27,17 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow]
 NODE, OTHER, APP, GONE = Party("node", "n1"), Party("node", "n2"), Party("app", "me"), Party("app", "bob")
 
 
-@pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedBrokers]:
+def _need_rabbitmq() -> None:
     if not rabbitmq.available():
         reason = f"RabbitMQ is not installed ({rabbitmq.SERVER} is missing): run scripts/ensure-rabbitmq.sh"
         if os.environ.get("CI") == "true":
             pytest.fail(reason)
         pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedBrokers]:
+    _need_rabbitmq()
     folder = tmp_path_factory.mktemp("provisioned")
     with ProvisionedBrokers(folder, nodes=("n1", "n2"), owners=("me", "bob")) as running:
         yield running
@@ -182,3 +186,68 @@ def test_a_whole_site_trains_and_gpus_change_hands(tmp_path: Path, site: Provisi
         cluster.fill()
         cluster.contest()
         cluster.finish_without_a_scratch()
+
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedBrokers]:
+    _need_rabbitmq()
+    folder = tmp_path_factory.mktemp("three")
+    with ProvisionedBrokers(folder, nodes=("n1", "n2"), owners=("me",), brokers=3) as running:
+        yield running
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_of_three_brokers_one_may_stop_and_without_a_second_training_goes_on(
+    tmp_path: Path, three: ProvisionedBrokers
+) -> None:
+    with started(Cluster(tmp_path, three.nodes[0], "/")) as cluster:
+        arbiter = cluster.arbiter
+
+        def wait_decisions(count: int) -> None:
+            before = len(arbiter.logged("round.closed"))
+            until(lambda: len(arbiter.logged("round.closed")) >= before + count, f"{count} more rounds")
+
+        cluster.fill(steps=1000)
+        first, second, _third = three.in_order_of("arbiter")  # it is connected to the first
+        first.stop()
+        until(lambda: len(arbiter.logged("bus.connected")) >= 2, "it leads again, at another broker")
+        cluster.contest()
+        wait_decisions(2)
+        cluster.wait_progress(10)
+
+        away = len(arbiter.logged("bus.unavailable"))
+        second.kill()
+        until(lambda: len(arbiter.logged("bus.unavailable")) >= away + 2, "the last broker stands still by itself")
+        decided = len(arbiter.logged("round.closed"))
+        cluster.wait_progress(30)
+        assert len(arbiter.logged("round.closed")) == decided, "somebody decides without most of the brokers"
+
+        second.start()
+        wait_decisions(2)
+        first.start()
+        cluster.finish_without_a_scratch()
+        epochs = [line["epoch"] for line in arbiter.logged("bus.connected")]
+        assert epochs == sorted(set(epochs)), "each leadership has an epoch of its own"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_on_three_brokers_that_replicate_nothing_the_arbiter_waits_for_the_one_that_has_its_queues(
+    three: ProvisionedBrokers,
+) -> None:
+    first, *others = three.in_order_of("arbiter")
+    first.control("add_vhost", "plain")
+    first.control("set_permissions", "-p", "plain", "arbiter", ".*", ".*", ".*")
+    bus = AmqpBus(three.url("arbiter").replace("/gpu?", "/plain?"))
+    link = await bus.connect(ARBITER)
+    await link.lead()
+    first.stop()
+    with pytest.raises(ConnectionLost):
+        await link.receive()
+    assert [other.control("list_vhosts").count("plain") for other in others] == [1, 1]
+    with pytest.raises(ConnectionLost, match=r"a queue is away with its broker: .*that broker must come back"):
+        await (await bus.connect(ARBITER)).lead()
+    first.start()
+    async with asyncio.timeout(PATIENCE_S):
+        await (await bus.connect(ARBITER)).lead()
