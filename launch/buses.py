@@ -30,7 +30,10 @@ def open_bus(url: str, *, file: str = "", prefix: str = "") -> Bus:
         )
     from protocol.bus.amqp import AmqpBus  # a site without a broker needs no client of RabbitMQ
 
-    return AmqpBus(url, topology=Topology(prefix=prefix))
+    try:
+        return AmqpBus(url, topology=Topology(prefix=prefix))
+    except ValueError as error:
+        raise usage(f"bus is {_without_password(url)!r}: {error}", f"write it like {EXAMPLE}") from None
 
 
 def _read(file: Path) -> str:

@@ -29,7 +29,8 @@ def party(user: str) -> Party:
     except msgspec.ValidationError:
         raise usage(
             f"{user!r} is no participant",
-            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes",
+            "write arbiter, node-<id>, app-<owner> or gateway-<name>; ids are lower-case letters, digits, dashes; "
+            "or site FOLDER for all of them",
         ) from None
 
 

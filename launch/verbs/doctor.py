@@ -1,4 +1,4 @@
-"""`doctor`: checks of this host and its daemons. `provision`: an administrator's commands for one participant."""
+"""`doctor`: checks of this host and its daemons."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ from typing import Annotated
 import msgspec
 import typer
 
-from launch import participants
 from launch.faults import journal_place, usage
 from launch.surface import answering, emit, note, say, table, wants_json
 from protocol import exit_codes
-from protocol.bus.provision import broker_config
 
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
@@ -20,7 +18,6 @@ Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 def add(app: typer.Typer) -> None:
     """Add this group's verbs to `app`."""
     app.command()(doctor)
-    app.command()(provision)
 
 
 def doctor(
@@ -61,18 +58,3 @@ def doctor(
             if check.verdict != "ok" and check.mend:
                 note(f"{check.name}: {check.mend}")
     raise SystemExit(exit_codes.FAILED if broken else exit_codes.DONE)
-
-
-def provision(
-    party: Annotated[
-        str, typer.Argument(help="arbiter, node-<id>, app-<owner>, gateway-<name>, or broker for rabbitmq.conf")
-    ],
-    vhost: Annotated[str, typer.Option(help="the broker's virtual host")] = "gpu",
-    prefix: Annotated[str, typer.Option(help="of queue names; the same in all daemons of a site")] = "",
-) -> None:
-    """Print the rabbitmqctl lines for one participant, or the broker's own settings."""
-    with answering(as_json=False):
-        if party == "broker":
-            say(broker_config())
-        else:
-            say("\n".join(participants.commands(party, vhost, prefix)))

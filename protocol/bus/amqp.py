@@ -17,6 +17,7 @@ Publishing goes to aiormq's channel, aio-pika's own lower layer, which halves th
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -266,7 +267,7 @@ class AmqpLink:
 
         A second connection could go on granting after the broker took the token from the first.
         """
-        with _forbidden(f"{self._user!r} may not lead"):
+        with _forbidden(f"{self._user!r} may not lead"), self._homeless():
             async with self.speaking():
                 await self._declare_site()
                 self._token = asyncio.get_running_loop().create_future()
@@ -323,7 +324,7 @@ class AmqpLink:
 
     async def provision(self, *parties: Party) -> None:
         """Declare the inboxes of `parties`; the answer to the last is awaited, and says that all are there."""
-        with _forbidden(f"{self._user!r} may not provision"):
+        with _forbidden(f"{self._user!r} may not provision"), self._homeless():
             async with self.speaking():
                 for party in parties[:-1]:
                     await self._declare(self._topology.inbox(party), nowait=True)
@@ -331,6 +332,15 @@ class AmqpLink:
                     await self._declare(self._topology.inbox(party))
                 for party in parties:
                     await self._read_lane(party)
+
+    @contextmanager
+    def _homeless(self) -> Iterator[None]:
+        """Translate what a cluster says of a queue that is there and was kept by a broker that is away."""
+        try:
+            yield
+        except failures.ChannelNotFoundEntity as error:
+            mend = "that broker must come back, or its queues be quorum queues (gpu-arbiter provision site)"
+            raise self.lost(f"a queue is away with its broker: {_words(error)}; {mend}") from error
 
     async def _read_lane(self, party: Party) -> None:
         """Read the messages of an owner each in its turn, from now on."""
@@ -511,13 +521,26 @@ class AmqpLink:
                         raise
 
 
+def _addresses(url: str) -> tuple[URL, ...]:
+    """Return the address of each broker that `url` names; raises ValueError if it is no URL."""
+    scheme, separator, rest = url.partition("://")
+    place = re.match(r"[^/?#]*", rest)
+    assert place is not None, "it may be empty"
+    credentials, at, hosts = place[0].rpartition("@")
+    after = rest[place.end() :]
+    if not all(hosts.split(",")):
+        raise ValueError("a host has no name")
+    return tuple(URL(f"{scheme}{separator}{credentials}{at}{host}{after}") for host in hosts.split(","))
+
+
 class AmqpBus:
-    """A RabbitMQ broker.
+    """A RabbitMQ broker, or several in a cluster.
 
     Parameters
     ----------
     url
-        ``amqp[s]://user:password@host:port/vhost``, with the query parameters of aio-pika (``cafile`` and so on).
+        ``amqp[s]://user:password@host:port/vhost``, with the query parameters of aio-pika (``cafile`` and so on). Of a
+        cluster ``host1:port,host2:port``: they are tried in turn, beginning with the one that answered last.
     topology
         Names and limits of this site.
     heartbeat_s
@@ -529,7 +552,8 @@ class AmqpBus:
     def __init__(
         self, url: str, topology: Topology | None = None, *, heartbeat_s: int | None = None, timeout_s: float = 10.0
     ) -> None:
-        self._address = URL(url)
+        self._addresses = _addresses(url)
+        self._newest = 0  #: which of them answered last
         self._topology = topology or Topology()
         self._heartbeat_s = heartbeat_s
         self._timeout_s = timeout_s
@@ -537,7 +561,10 @@ class AmqpBus:
     @property
     def url(self) -> str:
         """The address without its password."""
-        return str(self._address.with_password("***") if self._address.password else self._address)
+        first, *others = map(_without_password, self._addresses)
+        hosts = "".join(f",{each.host_port_subcomponent}" for each in others)
+        place = str(first.host_port_subcomponent)
+        return str(first).replace(place, place + hosts, 1) if others else str(first)
 
     @property
     def private(self) -> bool:
@@ -546,28 +573,43 @@ class AmqpBus:
 
     def user(self, party: Party) -> str:
         """Return the broker user by which `party` authenticates: the URL's, else (certificates) its own."""
-        return self._address.user or party.user
+        return self._addresses[0].user or party.user
 
     async def connect(self, party: Party) -> Link:
-        """Connect as `party`."""
+        """Connect as `party`, to the first broker that lets it in."""
+        refusals: list[BusError] = []
+        count = len(self._addresses)
+        for at in (each % count for each in range(self._newest, self._newest + count)):
+            try:
+                link = await self._connect(party, self._addresses[at])
+            except (ConnectionLost, NotPermitted) as error:
+                refusals.append(error)
+            else:
+                self._newest = at
+                return link
+        # A broker that refuses tells more than one that is away; and one that is away says nothing of the others.
+        raise next((each for each in refusals if isinstance(each, NotPermitted)), _together(refusals))
+
+    async def _connect(self, party: Party, broker: URL) -> Link:
         heartbeat_s = self._heartbeat_s or HEARTBEAT_S[party.role]
-        address = self._address.update_query(heartbeat=str(heartbeat_s), name=party.user)
-        connection = aio_pika.Connection(address)
+        connection = aio_pika.Connection(broker.update_query(heartbeat=str(heartbeat_s), name=party.user))
+        url = _without_password(broker)
         try:
             await self._establish(connection)
         except (failures.ProbableAuthenticationError, failures.AuthenticationError) as error:
-            raise NotPermitted(f"{self.url} does not accept user {self.user(party)!r}: check the password") from error
+            check = "its certificate" if broker.query.get("auth", "").lower() == "external" else "the password"
+            raise NotPermitted(f"{url} does not accept user {self.user(party)!r}: check {check}") from error
         except pamqp.exceptions.PAMQPException as error:
-            raise self._unreachable(error) from error
+            raise _unreachable(broker, error) from error
         except failures.InvalidFrameError as error:
             # aiormq's words for a virtual host that this user may not enter, and for the limit on connections.
-            raise NotPermitted(f"{self.url} does not let {self.user(party)!r} in: {_words(error)}") from error
+            raise NotPermitted(f"{url} does not let {self.user(party)!r} in: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
-            raise self._unreachable(error) from error
+            raise _unreachable(broker, error) from error
         except asyncio.CancelledError as error:
             if _cancelled():
                 raise
-            raise self._unreachable(error) from error
+            raise _unreachable(broker, error) from error
         return AmqpLink(connection, party, self.user(party), self._topology, self._timeout_s)
 
     async def _establish(self, connection: aio_pika.abc.AbstractConnection) -> None:
@@ -590,8 +632,9 @@ class AmqpBus:
             If the broker cannot be reached, or this user may not delete them.
         """
         inboxes = (self._topology.inbox(party) for party in parties)
+        broker = self._addresses[self._newest]
         try:
-            async with asyncio.timeout(self._timeout_s), await aio_pika.connect(self._address) as connection:
+            async with asyncio.timeout(self._timeout_s), await aio_pika.connect(broker) as connection:
                 channel = await connection.channel()
                 for queue in (*inboxes, *self._topology.arbiter_queues):
                     await channel.queue_delete(queue.name)
@@ -600,10 +643,20 @@ class AmqpBus:
         except ChannelAccessRefused as error:
             raise NotPermitted(f"{self.url} does not let this site be deleted: {_words(error)}") from error
         except (TimeoutError, *_CONNECTION_ERRORS) as error:
-            raise self._unreachable(error) from error
+            raise _unreachable(broker, error) from error
 
-    def _unreachable(self, error: BaseException) -> ConnectionLost:
-        return ConnectionLost(f"cannot reach RabbitMQ at {self.url}: {_words(error)}")
+
+def _without_password(broker: URL) -> URL:
+    return broker.with_password("***") if broker.password else broker
+
+
+def _unreachable(broker: URL, error: BaseException) -> ConnectionLost:
+    return ConnectionLost(f"cannot reach RabbitMQ at {_without_password(broker)}: {_words(error)}")
+
+
+def _together(refusals: Sequence[BusError]) -> ConnectionLost:
+    """Return one error for brokers that are all away."""
+    return ConnectionLost("; ".join(map(str, refusals)))
 
 
 @contextmanager

@@ -631,6 +631,36 @@ async def test_a_wrong_password_is_refused_and_an_absent_broker_is_lost(site: Si
         await AmqpBus(f"amqp://a:b@127.0.0.1:{free_port()}/").connect(APP)
 
 
+async def test_of_several_brokers_one_that_answers_is_found_and_tried_first_the_next_time(site: Site) -> None:
+    from protocol.bus.amqp import AmqpBus
+    from tests.support.proxy import Proxy
+    from tests.support.rabbitmq import free_port
+
+    if not isinstance(site, AmqpSite):
+        pytest.skip("the in-process broker is alone")
+    away, also_away = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
+    there = f"127.0.0.1:{site.broker.port}"
+    url = site.broker.url("app-a1", site.vhost)
+    bus = AmqpBus(url.replace(there, f"{away},{there}"))
+    assert f"app-a1:***@{away},{there}/" in bus.url
+    link = await bus.connect(APP)
+    await link.close()
+    proxy = Proxy(site.broker.port)  # the first one is back, and would be noticed
+    await proxy.start(int(away.rpartition(":")[2]))
+    try:
+        link = await bus.connect(APP)
+        assert proxy.pipes == []
+        await link.close()
+    finally:
+        await proxy.close()
+    with pytest.raises(ConnectionLost) as lost:
+        await AmqpBus(url.replace(there, f"{away},{also_away}")).connect(APP)
+    assert [f"{each}/" in str(lost.value) for each in (away, also_away)] == [True, True]
+    wrong = site.broker.url("app-a1", site.vhost, password="wrong")
+    with pytest.raises(NotPermitted, match="password"):  # which tells more than that the others are away
+        await AmqpBus(wrong.replace(there, f"{away},{there},{also_away}")).connect(APP)
+
+
 async def test_other_limits_than_those_declared_are_refused_with_the_mend(site: Site, arbiter: Link) -> None:
     site.topology = replace(site.topology, app_max=7)
     if isinstance(site, MemorySite):

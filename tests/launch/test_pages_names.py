@@ -24,7 +24,8 @@ FOREIGN = {
     "--install-completion",
     "condor_ssh_to_job",
     "NODE_FAIL NO_COLOR HF_HOME ID_3 wait_job",
-    "close_all_user_connections delete_user synchronous_standby_names",
+    "close_all_user_connections cluster_status delete_user delete_vhost",
+    "pg_promote pg_reload_conf synchronous_standby_names",
     "finished.json manifest.json tenant_shares.csv throughputs.csv two_weeks.csv",
 }
 KNOWN = frozenset(" ".join(FOREIGN).split()) | {f"--{name}" for name in FLAGS}

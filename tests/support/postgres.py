@@ -15,6 +15,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import _die_with_parent, free_port
 from tests.support.startable import Startable
 
@@ -47,11 +48,20 @@ class PrivatePostgres(Startable):
     """One server. `url(database)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
 
     `fsync`: whether a commit waits for the disk, as in earnest; a test that measures nothing need not wait. It listens
-    at `address`, of the host that the command `within` enters, and for this host on a Unix socket.
+    at `address`, of the host that the command `within` enters, and for this host on a Unix socket. One that is `empty`
+    has no data yet: it is to be made a replica.
     """
 
-    def __init__(self, *, fsync: bool = False, address: str = "127.0.0.1", within: Sequence[str] = ()) -> None:
-        self._address, self._within = address, within
+    def __init__(
+        self,
+        *,
+        fsync: bool = False,
+        address: str = "127.0.0.1",
+        within: Sequence[str] = (),
+        superuser: str = USER,
+        empty: bool = False,
+    ) -> None:
+        self._address, self._within, self._superuser = address, within, superuser
         self.folder = Path(tempfile.mkdtemp(prefix="ga-postgres-"))
         self.port = free_port()
         self._fsync = fsync
@@ -59,7 +69,9 @@ class PrivatePostgres(Startable):
         user = _as_another_user()
         if user:
             os.chown(self.folder, pwd.getpwnam("nobody").pw_uid, -1)
-        where = ("-D", str(self.folder / "data"), "-U", USER, "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
+        if empty:
+            return
+        where = ("-D", str(self.folder / "data"), "-U", superuser, "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
         subprocess.run([*user, str(PROGRAMS / "initdb"), *where], check=True, capture_output=True, cwd=self.folder)
         if address != "127.0.0.1":
             with (self.folder / "data" / "pg_hba.conf").open("a") as access:
@@ -71,7 +83,7 @@ class PrivatePostgres(Startable):
 
     def url_here(self, database: str) -> str:
         """Return the address of a database for processes of this very host, wherever the server is."""
-        return f"postgresql://{USER}@/{database}?host={self.folder}&port={self.port}"
+        return f"postgresql://{self._superuser}@/{database}?host={self.folder}&port={self.port}"
 
     def database(self) -> str:
         """Make a new database; return its address."""
@@ -86,6 +98,22 @@ class PrivatePostgres(Startable):
         with psycopg.connect(self.url_here(database), autocommit=True) as connection:
             done = connection.execute(statement.encode())
             return done.fetchall() if done.description else []
+
+    def typed(self, line: str) -> str:
+        """Have a shell on its host do a line, as the user of the server; return what it says."""
+        environment = {
+            "PATH": f"{PROGRAMS}:{os.environ['PATH']}",
+            "PGHOST": str(self.folder),
+            "PGPORT": str(self.port),
+            "PGUSER": self._superuser,
+            "HOME": str(self.folder),
+        }
+        command = [*_as_another_user(), "bash", "-euo", "pipefail", "-c", line]
+        done = subprocess.run(
+            command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0, f"{line}: {done.stdout}{done.stderr}"
+        return done.stdout
 
     def start(self) -> None:
         """Start on what data there is, and return when connections are taken."""

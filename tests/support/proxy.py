@@ -67,10 +67,10 @@ class Proxy:
         self._server: asyncio.Server | None = None
         self._joining: list[asyncio.Task[None]] = []
 
-    async def start(self) -> None:
-        """Listen."""
+    async def start(self, port: int = 0) -> None:
+        """Listen; by default on a port that is free."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(self._accept, "127.0.0.1", 0)
+        self._server = await loop.create_server(self._accept, "127.0.0.1", port)
         self.port = self._server.sockets[0].getsockname()[1]
 
     def cut(self) -> None:

@@ -18,6 +18,8 @@ import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from msgspec import Struct
+
 from protocol.bus.provision import broker_config
 from protocol.messages import Party
 from protocol.topology import Topology
@@ -94,10 +96,43 @@ def definitions(parties: Iterable[Party], vhosts: Iterable[str], topology: Topol
     }
 
 
-class PrivateRabbitMQ(Startable):
-    """One broker node. `url(user)` is where to connect; `kill`, `start`, `freeze`, `thaw` are its fates.
+class Provisioned(Struct, frozen=True):
+    """What `provision site` has made in `site` for its broker `name`, which is a private node of this host.
 
-    It listens at `address`, of the host that the command `within` enters; by default of this one.
+    `ports` of all brokers, in the order in which they were named; the Erlang node of one is named after its port.
+    """
+
+    site: Path
+    name: str
+    ports: tuple[int, ...]
+    epmd_port: int
+
+    @property
+    def folder(self) -> Path:
+        """Its own files."""
+        return self.site / "brokers" / self.name
+
+    def url(self, user: str) -> str:
+        """Return the address that was made for a participant: it has a virtual host, and names all brokers."""
+        return (self.site / "parties" / user / "broker.url").read_text().strip()
+
+    def config(self, port: int) -> str:
+        """Return its `rabbitmq.conf`, with the places of its files and the names of its nodes as they are here."""
+        lines = [
+            (self.folder / "rabbitmq.conf").read_text().replace("/etc/rabbitmq/", f"{self.folder}/"),
+            f"listeners.ssl.default = 127.0.0.1:{port}",
+        ]
+        if len(self.ports) > 1:
+            nodes = enumerate(self.ports, 1)
+            lines += [f"cluster_formation.classic_config.nodes.{at} = test{each}@localhost" for at, each in nodes]
+        return "\n".join(lines)
+
+
+class PrivateRabbitMQ(Startable):
+    """One broker node. `url(user)` is where to connect; `kill`, `stop`, `start`, `freeze`, `thaw` are its fates.
+
+    It listens at `address`, of the host that the command `within` enters; by default of this one. One that is
+    `provisioned` listens at `port`, speaks TLS alone and has no passwords.
     """
 
     def __init__(
@@ -109,14 +144,17 @@ class PrivateRabbitMQ(Startable):
         memory_max: str = "1GB",
         address: str = "127.0.0.1",
         within: Sequence[str] = (),
+        port: int = 0,
+        provisioned: Provisioned | None = None,
     ) -> None:
-        self.address, self._within = address, within
+        self.address, self._within, self._provisioned = address, within, provisioned
         memory = Path("/dev/shm")  # a disk under load makes quorum queues ten times slower
         self.folder = Path(tempfile.mkdtemp(prefix="ga-rabbit-", dir=memory if os.access(memory, os.W_OK) else None))
-        self.port = free_port()
-        self._epmd_port = free_port()
+        self.port = port or free_port()
+        self._epmd_port = free_port() if provisioned is None else provisioned.epmd_port
         self._process: subprocess.Popen[bytes] | None = None
         self._write_files(definitions(parties, vhosts, topology or Topology()), memory_max)
+        # Nodes of a cluster share one; a second one on the same port ends at once.
         self._epmd = subprocess.Popen(
             [*within, "epmd", "-port", str(self._epmd_port), "-address", "127.0.0.1"],
             stdout=subprocess.DEVNULL,
@@ -125,7 +163,10 @@ class PrivateRabbitMQ(Startable):
         )
 
     def url(self, user: str = ADMIN, vhost: str = "/", *, port: int | None = None, password: str = PASSWORD) -> str:
-        """Return the address for `user`, optionally through a proxy's `port`."""
+        """Return the address for `user`, optionally through a proxy's `port`. A provisioned one has its own."""
+        if self._provisioned is not None:
+            assert (vhost, port) == ("/", None), "its certificate is for one address"
+            return self._provisioned.url(user)
         path = "%2F" if vhost == "/" else vhost
         return f"amqp://{user}:{password}@{self.address}:{port or self.port}/{path}"
 
@@ -151,6 +192,12 @@ class PrivateRabbitMQ(Startable):
         assert self._process is not None
         self._process.kill()
         self._process.wait()
+
+    def stop(self) -> None:
+        """SIGTERM, as systemd does; return when it has ended."""
+        assert self._process is not None
+        self._process.terminate()
+        self._process.wait(PATIENCE_S)
 
     def forget(self) -> None:
         """Delete its data, queues and all; it must not be running."""
@@ -192,20 +239,26 @@ class PrivateRabbitMQ(Startable):
 
     def _write_files(self, imported: dict[str, object], memory_max: str) -> None:
         cookie = self.folder / ".erlang.cookie"
-        cookie.write_text(secrets.token_hex(16))
+        shared = self._provisioned.folder / "erlang.cookie" if self._provisioned else cookie
+        cookie.write_text(shared.read_text() if shared.exists() else secrets.token_hex(16))
         cookie.chmod(0o400)
-        (self.folder / "plugins").write_text("[].\n")
-        (self.folder / "definitions.json").write_text(json.dumps(imported))
         lines = [
-            f"listeners.tcp.1 = {self.address}:{self.port}",
             "loopback_users = none",
             "log.console = false",
             f"vm_memory_high_watermark.absolute = {memory_max}",
             "disk_free_limit.absolute = 50MB",
             "raft.wal_max_size_bytes = 16777216",
-            f"load_definitions = {self.folder / 'definitions.json'}",
-            broker_config(),
         ]
+        if self._provisioned is None:
+            plugins = "[].\n"
+            (self.folder / "definitions.json").write_text(json.dumps(imported))
+            lines.append(f"listeners.tcp.1 = {self.address}:{self.port}")
+            lines.append(f"load_definitions = {self.folder / 'definitions.json'}")
+            lines.append(broker_config())
+        else:
+            plugins = (self._provisioned.folder / "enabled_plugins").read_text()
+            lines.append(self._provisioned.config(self.port))
+        (self.folder / "plugins").write_text(plugins)
         (self.folder / "rabbitmq.conf").write_text("\n".join(lines))
 
     def _environment(self) -> dict[str, str]:
@@ -234,6 +287,8 @@ class PrivateRabbitMQ(Startable):
             return subprocess.run(knock, check=False).returncode == 0
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=1.0) as probe:
+                if self._provisioned is not None:  # it answers to TLS alone
+                    return True
                 probe.sendall(b"AMQP\x00\x00\x09\x01")
                 return probe.recv(1) == b"\x01"
         except OSError:

@@ -1,0 +1,225 @@
+"""The commands of docs/operations.md, "What may fail: three levels", as they stand there; hosts are processes.
+
+Each command is run once, in the order of the page. The brokers of level 2 fail in `test_provisioned_site`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
+
+from arbiter.config import ArbiterConfig
+from launch.site.site import as_toml
+from protocol.bus.amqp import AmqpBus
+from protocol.messages import ARBITER
+from tests.support import pages, postgres
+from tests.support.memory_site import QUICK, MemorySite, playing
+from tests.support.patience import PATIENCE_S
+from tests.support.postgres import PrivatePostgres
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+PAGE = pages.DOCS / "operations.md"
+CERTIFICATES = "### TLS and certificates"
+
+
+def commands(heading: str) -> list[str]:
+    """The commands below a heading, one by one."""
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(heading))
+    end = next(number for number, line in enumerate(lines) if number > begin and re.match("##+ ", line))
+    blocks = (block for block in pages.blocks(PAGE) if begin < block.line <= end and block.language == "sh")
+    return [command for block in blocks for command in block.commands()]
+
+
+def in_prose(words: str) -> str:
+    """A command that stands in the midst of a sentence."""
+    (found,) = [part for part in PAGE.read_text(encoding="utf-8").split("`") if part.startswith(words)]
+    return found
+
+
+class Hosts:
+    """The hosts that the page speaks of: their files are in one folder."""
+
+    def __init__(self, folder: Path, places: Mapping[str, str]) -> None:
+        self.folder = folder
+        self._places = {"/backup/": f"{folder}/backup/", "/etc/gpu-arbiter/": f"{folder}/etc/", **places}
+        for name in ("backup", "etc", "bin"):
+            (folder / name).mkdir()
+        program = folder / "bin/gpu-arbiter"  # the command line of this tree, whatever is installed
+        program.write_text(f'#!/bin/sh\nexec {sys.executable} -P {pages.ROOT}/gpu_arbiter.py "$@"\n')
+        program.chmod(0o755)
+
+    def here(self, line: str) -> str:
+        """The line with the places of this host."""
+        for place, ours in self._places.items():
+            line = line.replace(place, ours)
+        return line
+
+    def type(self, line: str) -> str:
+        """Type a command of ours; return what it says."""
+        environment = {**os.environ, "PATH": f"{self.folder}/bin:{os.environ['PATH']}", "HOME": str(self.folder)}
+        command = ["bash", "-c", self.here(line)]
+        done = subprocess.run(
+            command, env=environment, cwd=self.folder, capture_output=True, text=True, timeout=PATIENCE_S, check=False
+        )
+        assert done.returncode == 0 or " doctor " in line, f"{line}: {done.stdout}{done.stderr}"
+        return done.stdout + done.stderr
+
+    def configure(self, name: str, config: ArbiterConfig) -> None:
+        (self.folder / "etc" / name).write_text(as_toml(config))
+
+
+def test_the_page_has_commands_at_each_level() -> None:
+    assert [len(commands(f"### Level {level}")) for level in range(3)] == [3, 5, 6]
+
+
+def test_all_that_is_copied_to_other_hosts_is_made(tmp_path: Path) -> None:
+    make, *copies = commands(CERTIFICATES)
+    Hosts(tmp_path, {}).type(make)
+    copied = {path for line in copies for path in re.findall(r"scp (?:-r )?(certs\S+)", line)}
+    assert copied == {"certs/brokers/b1/*", "certs/parties/node-n1"}
+    assert all(len(list(tmp_path.glob(path.removesuffix("/*") + "/*"))) >= 4 for path in copied)
+    (url,) = {path for line in copies for path in re.findall(r"/etc/gpu-arbiter/tls/(\S+url)", line)}
+    assert "/etc/gpu-arbiter/tls/node-n1/key.pem" in (tmp_path / "certs/parties" / url).read_text()
+
+
+async def test_level_0_a_backup_brings_the_site_back_after_the_loss_of_its_disk(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, {})
+    state = tmp_path / "arbiter"
+    hosts.configure("arbiter.toml", ArbiterConfig(state_dir=str(state), arbiter=QUICK))
+    backup, check, restore = commands("### Level 0")
+    async with playing(tmp_path) as site:
+        site.arbiter()
+        epoch = await site.until_led(1)
+        await site.submit("ana-1")
+        await asyncio.to_thread(hosts.type, backup)
+    assert "events" in hosts.type(check)
+    state.rename(tmp_path / "lost")
+    hosts.type(restore)
+    async with playing(tmp_path) as site:
+        site.arbiter()
+        assert await site.until_led(1) > epoch
+        await site.say_report("ana-1")
+        assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
+
+
+@pytest.fixture
+def db1() -> Iterator[PrivatePostgres]:
+    if reason := postgres.missing():
+        pytest.skip(reason)
+    with PrivatePostgres(superuser="postgres") as server:
+        yield server
+
+
+async def test_level_1_a_site_moves_from_files_to_a_database_and_two_arbiters(
+    tmp_path: Path, db1: PrivatePostgres
+) -> None:
+    hosts = Hosts(tmp_path, {})
+    create, password, backup, restore, examine = commands("### Level 1")
+    for line in (create, password):
+        db1.typed(line)
+    url = db1.url("gpu")
+    (tmp_path / "etc/journal.url").write_text(f"{url}\n")
+    (tmp_path / "etc/journal.url").chmod(0o600)
+    hosts.configure("arbiter.toml", ArbiterConfig(state_dir=str(tmp_path / "arbiter"), arbiter=QUICK))
+    moved = ArbiterConfig(state_dir=str(tmp_path / "a"), journal_file=str(tmp_path / "etc/journal.url"), arbiter=QUICK)
+    hosts.configure("arbiter-with-database.toml", moved)
+    async with playing(tmp_path) as site:
+        site.arbiter()
+        epoch = await site.until_led(1)
+        await site.submit("ana-1")
+    for line in (backup, restore):
+        hosts.type(line)
+    async with playing(tmp_path, url) as site:
+        site.arbiter()
+        assert await site.until_led(1) > epoch
+        site.arbiter()
+        site.drop_leader()
+        await site.until_led(2)
+        await site.say_report("ana-1")
+        assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
+        said = await asyncio.to_thread(hosts.type, examine)
+        (row,) = [line.split() for line in said.splitlines() if line.startswith("store ")]
+        assert row[1] == "ok"
+        assert "has led last, in epoch" in " ".join(row)
+
+
+def test_level_2_the_brokers_are_told_of_each_other_and_the_daemons_of_all(tmp_path: Path) -> None:
+    hosts = Hosts(tmp_path, {})
+    (line,) = [each for each in commands("### Level 2") if each.startswith("gpu-arbiter")]
+    hosts.type(line)
+    for user in ("arbiter", "node-n1", "node-n2", "app-alice"):
+        url = (tmp_path / f"certs/parties/{user}/broker.url").read_text().strip()
+        assert AmqpBus(url).user(ARBITER) == user
+        assert {each for each in ("10.0.0.1:5671", "10.0.0.2:5671", "10.0.0.3:5671") if each in url} == {
+            *url.partition("@")[2].partition("/")[0].split(",")
+        }
+    assert sorted(path.name for path in tmp_path.glob("certs/brokers/b1/*")) == [
+        *("ca.pem", "cert.pem", "definitions.json", "enabled_plugins", "erlang.cookie", "key.pem", "rabbitmq.conf")
+    ]
+
+
+@pytest.mark.full
+async def test_level_2_either_database_may_be_lost_and_nothing_that_was_decided_is(
+    tmp_path: Path, db1: PrivatePostgres
+) -> None:
+    for line in commands("### Level 1")[:2]:
+        db1.typed(line)
+    with_brokers = [line for line in commands("### Level 2") if not line.startswith("gpu-arbiter")]
+    role, password, copy, wait, look = with_brokers
+    for line in (role, password):
+        db1.typed(line)
+    db2 = PrivatePostgres(empty=True, superuser="postgres")
+    try:
+        places = {"host=db1": f"host=127.0.0.1 port={db1.port}", "/var/lib/postgresql/15/main": f"{db2.folder}/data"}
+        db2.typed(Hosts(tmp_path, places).here(copy))
+        db2.start()
+        db1.typed(wait)
+        await _until_synchronous(db1, look)
+        url = f"postgresql://arbiter@127.0.0.1:{db1.port},127.0.0.1:{db2.port}/gpu"
+        async with playing(tmp_path, url) as site:
+            site.arbiter()
+            first = await site.until_led(1)
+            await site.submit("ana-1")
+
+            db2.kill()
+            await _until_it_stands_by(site, 1)
+            assert site.epochs() == [first], "nobody leads while db1 waits for db2"
+            await asyncio.to_thread(db1.typed, in_prose('psql --command "alter system reset'))
+            second = await site.until_led(2)
+            assert second > first
+
+            db2.start()  # in this thread, as it is to die with that
+            await asyncio.to_thread(db1.typed, wait)
+            await _until_synchronous(db1, look)
+            await site.submit("ana-2")
+            db1.kill()
+            await _until_it_stands_by(site, 2)
+            await asyncio.to_thread(db2.typed, in_prose('psql --command "select pg_promote()"'))
+            assert await site.until_led(3) > second
+            apps = (await site.ask("apps"))["apps"]
+            assert sorted(each["id"] for each in apps) == ["ana-1", "ana-2"]
+    finally:
+        db2.close()
+
+
+async def _until_synchronous(db1: PrivatePostgres, look: str) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while "sync" not in await asyncio.to_thread(db1.typed, look):  # noqa: ASYNC110 - another process says it
+            await asyncio.sleep(0.1)
+
+
+async def _until_it_stands_by(site: MemorySite, times: int) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while len(site.said("arbiter.stands_by")) < times:  # noqa: ASYNC110 - a log has no event to wait for
+            await asyncio.sleep(0.05)
