@@ -35,6 +35,14 @@ class Screen:
         """What is shown, and what has scrolled by; long lines in one piece."""
         return self.do("capture-pane", "-p", "-J", "-S", "-")
 
+    def see(self, pattern: str) -> str:
+        """Wait until `pattern` is in what is shown now, whatever was shown before; return all that is shown."""
+        by = time.monotonic() + PATIENCE_S
+        while not re.search(pattern, shown := self.do("capture-pane", "-p", "-J"), re.MULTILINE):
+            assert time.monotonic() < by, f"no {pattern!r} is shown, but:\n{shown}"
+            time.sleep(0.1)
+        return shown
+
     def wait(self, pattern: str, count: int = 1) -> re.Match[str]:
         """Wait until so many matches of `pattern` are shown; return the last."""
         by = time.monotonic() + PATIENCE_S
