@@ -282,7 +282,7 @@ def _listeners(listeners: Iterable[Mapping[str, object]]) -> Iterator[Check]:
         found = f"the broker takes connections without TLS from other hosts (port {ports})"
         yield Check("broker listeners", "note", found, "listeners.tcp = none in rabbitmq.conf, and amqps:// everywhere")
     else:
-        yield Check("broker listeners", "ok", "other hosts connect by TLS only")
+        yield Check("broker listeners", "ok", "it takes no connection without TLS from other hosts")
 
 
 def _reachable(interface: str) -> bool:

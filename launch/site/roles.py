@@ -104,12 +104,17 @@ class Daemon(Struct, frozen=True):
     @property
     def file(self) -> str:
         """Return the name of its unit's file."""
-        return re.sub("@.*[.]", "@.", self.unit)
+        return _file_of(self.unit)
 
     @property
     def files(self) -> tuple[str, ...]:
         """Return its own files in `/etc/gpu-arbiter`."""
         return tuple(f"{ETC}/{name}" for name in (self.configuration, self.address) if name)
+
+
+def _file_of(unit: str) -> str:
+    """Return the name of a unit's file, which is one for all instances of a template."""
+    return re.sub("@.*[.]", "@.", unit)
 
 
 def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
@@ -273,7 +278,7 @@ def left_to_do(wish: Wish, host: Host) -> list[str]:
             left.append(
                 "gpu-arbiter install broker --start --party arbiter --party node-n1 --party app-alice   # with yours"
             )
-        left += [f"{ADDRESSES}/{user}.url is --bus-file of {user}: copy it to that host" for user in wish.parties]
+        left += [f"copy {ADDRESSES}/{user}.url to the host of {user}: --bus-file there" for user in wish.parties]
     return left
 
 
@@ -369,6 +374,8 @@ class Participant(Struct, frozen=True):
         found = _on_the_broker(host, before, "list_users", self.user)
         if found.act == "make" and not found.why:
             return Look("make", f"with its address in {self._file}")
+        if found.act == "keep" and not host.at(self._file).exists():
+            return Look("keep", f"its password is not known here: rabbitmqctl change_password {self.user} sets another")
         return found
 
     def do(self, host: Host) -> None:
@@ -416,7 +423,7 @@ def removal(host: Host, *, purge: bool) -> list[Step]:
 
 
 def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
-    yield from (Stopped(unit) for unit in host.units("gpu-arbiter*.service"))
+    yield from (Stopped(unit) for unit in host.units("gpu-arbiter*.service") if _file_of(unit) in shipped.units())
     yield from (Absent(path) for path in _made(host))
     busy = bool(training(host))
     if host.live:
@@ -453,6 +460,9 @@ def left_after(host: Host) -> list[str]:
     accounts = re.findall(r"^u (\S+)", shipped.file("sysusers.conf"), re.MULTILINE)
     there = [name for name in accounts if host.account(name) is not None]
     left = [f"userdel {name}   # once no file is left of it" for name in there]
+    if host.at(ADDRESSES).is_dir():
+        left += [f"rabbitmqctl delete_user {path.stem}" for path in sorted(host.at(ADDRESSES).glob("*.url"))]
+        left.append("rabbitmqctl delete_vhost gpu   # with all queues of the site")
     if host.at(f"{shipped.PROGRAM}").exists():
         left.append(f"rm -rf {Path(shipped.PROGRAM).parents[1]}   # the program, unless a package brought it")
     return left

@@ -97,7 +97,8 @@ class Host:
         names = {path.name for path in wanted}
         if self.live and Path("/run/systemd/system").is_dir():
             listed = self.do("systemctl", "list-units", "--all", "--plain", "--no-legend", "--full", pattern)
-            names |= {line.split()[0] for line in listed.splitlines() if line.strip()}
+            # A unit that has failed has a mark before its name.
+            names |= {word for line in listed.splitlines() for word in line.split()[:2] if word.endswith(".service")}
         return sorted(names)
 
 
@@ -144,15 +145,23 @@ def carry_out(planned: Sequence[Planned], host: Host) -> int:
         With the step that failed. Those before it are done.
     """
     todo = [each.step for each in planned if each.look.act != "keep"]
-    for step in todo:
-        try:
-            step.do(host)
-        except OSError as error:
-            raise Fault(f"{step.what}: {error}", next_step="mend that, and do the same again") from None
-        except Fault as fault:
-            mend = fault.next_step or "mend that, and do the same again: what is done is kept"
-            raise Fault(f"{step.what}: {fault.sentence}", code=fault.code, next_step=mend) from None
+    before = os.umask(0o022)  # folders that are made on the way to a file are for daemons, too
+    try:
+        for step in todo:
+            _do(step, host)
+    finally:
+        os.umask(before)
     return len(todo)
+
+
+def _do(step: Step, host: Host) -> None:
+    try:
+        step.do(host)
+    except OSError as error:
+        raise Fault(f"{step.what}: {error}", next_step="mend that, and do the same again") from None
+    except Fault as fault:
+        mend = fault.next_step or "mend that, and do the same again: what is done is kept"
+        raise Fault(f"{step.what}: {fault.sentence}", code=fault.code, next_step=mend) from None
 
 
 def write(path: Path, text: str, mode: int, owner: tuple[int, int] = (0, 0)) -> None:
@@ -182,6 +191,8 @@ class Folder(Struct, frozen=True):
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
         """Look who may use it."""
+        if host.at(self.path).is_symlink():
+            return Look("keep", f"it is a link to {host.at(self.path).readlink()}")
         return _compared(host.at(self.path), self.mode)
 
     def do(self, host: Host) -> None:
@@ -214,6 +225,8 @@ class File(Struct, frozen=True):
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
         """Look what is there, and who may use it."""
         path = host.at(self.path)
+        if path.is_symlink():  # a unit that is masked, for example
+            return Look("keep", f"it is a link to {path.readlink()}")
         packaged = next((place for place in self.elsewhere if host.at(place).is_file()), "")
         if packaged:
             return Look("keep", f"it is yours, in place of {packaged}" if path.exists() else f"there is {packaged}")

@@ -208,6 +208,31 @@ def test_a_unit_of_another_version_is_replaced_and_kept_beside(root: Path) -> No
     assert "/bin/old" not in unit.read_text()
 
 
+@as_root
+def test_what_is_a_link_is_left_alone_as_a_unit_that_is_masked(root: Path) -> None:
+    elsewhere = write(root / "elsewhere", "mine")
+    elsewhere.chmod(0o666)
+    unit = root / "etc/systemd/system/gpu-arbiter.service"
+    unit.parent.mkdir(parents=True)
+    unit.symlink_to(elsewhere)
+    told, noted = run("install", "arbiter", "--root", root, code=1)
+    assert f"keep    file /etc/systemd/system/gpu-arbiter.service: it is a link to {elsewhere}" in told
+    assert "failed" in noted, "systemctl enables no such unit, and says so"
+    assert (elsewhere.read_text(), elsewhere.stat().st_mode & 0o777) == ("mine", 0o666)
+
+
+@as_root
+def test_daemons_may_read_what_was_made_by_a_root_who_keeps_files_closed(root: Path) -> None:
+    before = os.umask(0o077)
+    try:
+        run("install", "broker", "--root", root)
+        run("install", "arbiter", "--root", root)
+    finally:
+        os.umask(before)
+    for name in ("etc/rabbitmq/conf.d", "etc/rabbitmq/conf.d/90-gpu-arbiter.conf", "etc/gpu-arbiter/arbiter.toml"):
+        assert (root / name).stat().st_mode & 0o004, name
+
+
 @needs_systemctl
 def test_lines_that_an_admin_has_put_into_the_brokers_own_file_are_enough(root: Path) -> None:
     main = write(root / "etc/rabbitmq/rabbitmq.conf", f"listeners.tcp.1 = 5672\n{broker_config()}")
@@ -295,6 +320,8 @@ def whole(root: Path) -> Path:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
+    own = write(root / "etc/systemd/system/gpu-arbiter-web.service", "[Install]\nWantedBy=multi-user.target\n")
+    (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
     for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
         write(root / "var/lib" / name, name)
     write(root / "var/lib/gpu-arbiter-app/alice/app-alice.db", "")
@@ -309,8 +336,11 @@ def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_use
     told, _ = run("uninstall", "--root", whole)
     left = files(whole)
     mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
-    assert mine == ["etc/systemd/system/gpu-arbiter.service.d/override.conf"]
-    assert not list(whole.rglob("*.wants/gpu-arbiter*"))
+    assert set(mine) == {
+        "etc/systemd/system/gpu-arbiter.service.d/override.conf",
+        "etc/systemd/system/gpu-arbiter-web.service",
+    }
+    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-web.service"]
     assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
     assert {name for name in left if name.startswith(("var/lib", "home"))} == {
         "var/lib/gpu-arbiter/ledger.db",
@@ -329,6 +359,7 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
     assert files(whole).keys() - accounts == {
         "lib/systemd/system/rabbitmq-server.service",
+        "etc/systemd/system/gpu-arbiter-web.service",
         "var/lib/gpu-arbiter-node/logs/a.log",
         "var/lib/gpu-train/cache",
         "home/alice/checkpoints/run/a-1.0/step-5",

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -69,6 +70,10 @@ def test_on_a_fresh_host_a_user_runs_a_job_after_one_command_of_root(host: Host)
     listed = host.run("systemctl", "list-unit-files", "--no-legend", "gpu-arbiter*").splitlines()
     assert {line.split()[0]: line.split()[1] for line in listed} == dict.fromkeys(UNITS, "disabled")
     assert host.run("stat", "-c", "%U %a", "/var/lib/gpu-train").split() == ["gpu-train", "750"]
+
+    planned = json.loads(host.run("gpu-arbiter", "install", "node", "--id", "n1", "--dry-run", "--json"))["steps"]
+    made = {step["what"] for step in planned if step["act"] != "keep"}
+    assert made == {"file /etc/gpu-arbiter/node.toml", "start of gpu-arbiter-node-agent.service with the host"}
 
     site = ("gpu-arbiter", "up", "--gpus", "simulated:2", "--policy", "fifo")
     where = ("--uid=alice", "--working-directory=/home/alice", "--setenv=HOME=/home/alice")
