@@ -335,6 +335,9 @@ def test_the_command_says_what_it_made_and_what_is_left_to_do(tmp_path: Path, ru
     ]
     assert "rabbitmqctl import_definitions" in done.stderr, "a new user needs no restart of the broker"
     assert "restart that broker" not in done.stderr
+    done = run("site", tmp_path, "--hosts", "b2=10.0.0.2,b3=10.0.0.3")
+    assert done.stderr.count("erlang.cookie to /var/lib/rabbitmq/.erlang.cookie, and restart that broker") == 3
+    assert "forget_cluster_node rabbit@b3" in run("site", tmp_path, "--remove", "b2,b3").stderr
     assert "delete_user app-alice" in run("site", tmp_path, "--remove", "app-alice").stderr
 
 
