@@ -142,10 +142,10 @@ def _next_steps(folder: Path, done: Outcome, wishes: Wishes) -> list[str]:
         copies = ", ".join(f"{of} to {of.partition('/')[2]}" for of in brokers)
         steps.append(f"copy definitions.json to /etc/rabbitmq ({copies}), then on one of them: {users}")
     else:
-        steps += [
-            f"copy {folder}/{of}/* to /etc/rabbitmq on {of.partition('/')[2]}, and restart that broker"
-            for of in brokers
-        ]
+        for of, names in brokers.items():
+            cookie = "erlang.cookie to /var/lib/rabbitmq/.erlang.cookie, " if "erlang.cookie" in names else ""
+            host = of.partition("/")[2]
+            steps.append(f"copy {folder}/{of}/* to /etc/rabbitmq on {host}, {cookie}and restart that broker")
     parties = [of.partition("/")[2] for of in changed if of.startswith("parties/")]
     if parties:
         steps.append(f"copy from {folder}/parties, each to its host, and restart its daemon: {', '.join(parties)}")

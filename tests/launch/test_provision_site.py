@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from typer.testing import CliRunner
 
 from launch import cli
+from launch.buses import open_bus
 from launch.faults import Fault
 from launch.site.provision import Fate, Host, Outcome, Wishes, provide, read_host
 from protocol import exit_codes
@@ -335,6 +336,9 @@ def test_the_command_says_what_it_made_and_what_is_left_to_do(tmp_path: Path, ru
     ]
     assert "rabbitmqctl import_definitions" in done.stderr, "a new user needs no restart of the broker"
     assert "restart that broker" not in done.stderr
+    done = run("site", tmp_path, "--hosts", "b2=10.0.0.2,b3=10.0.0.3")
+    assert done.stderr.count("erlang.cookie to /var/lib/rabbitmq/.erlang.cookie, and restart that broker") == 3
+    assert "forget_cluster_node rabbit@b3" in run("site", tmp_path, "--remove", "b2,b3").stderr
     assert "delete_user app-alice" in run("site", tmp_path, "--remove", "app-alice").stderr
 
 
@@ -370,6 +374,13 @@ def test_addresses_of_brokers_are_read_as_people_write_them() -> None:
     assert read_host("b1=b1.example.org:5672") == Host("b1", "b1.example.org", 5672)
     assert read_host("b1=fd00::3") == Host("b1", "fd00::3", 5671)
     assert read_host("b1=[fd00::3]:5672") == Host("b1", "fd00::3", 5672)
+
+
+def test_an_address_with_a_host_that_cannot_be_is_refused_without_its_password() -> None:
+    for url in ("amqp://u:secret@b1:x,b2/gpu", "amqp://u:secret@b1,,b2/gpu"):
+        with pytest.raises(Fault, match=r"bus is 'amqp://\.\.\.@b1") as refused:
+            open_bus(url)
+        assert ("secret" in str(refused.value), refused.value.code) == (False, exit_codes.USAGE)
 
 
 def test_a_party_is_who_the_address_says_also_for_a_gateway_that_speaks_for_others() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,14 +21,30 @@ class ProvisionedBrokers(Startable):
 
     def __init__(self, folder: Path, *, nodes: Sequence[str], owners: Sequence[str], brokers: int = 1) -> None:
         self.folder = folder
-        ports = tuple(free_port() for _ in range(brokers))
-        self.names = [f"b{number}" for number in range(1, brokers + 1)]
-        hosts = ",".join(f"{name}=127.0.0.1:{port}" for name, port in zip(self.names, ports, strict=True))
+        self.nodes: list[PrivateRabbitMQ] = []
+        self._ports = [free_port() for _ in range(brokers)]
         who = ("--nodes", ",".join(nodes), "--owners", ",".join(owners), "--gateways", "login1")
-        self.provision(*who, "--hosts", hosts)
+        self._make(*who)
+
+    def _make(self, *who: str) -> None:
+        """Provision a broker at each port, and make a private node of each."""
+        ports = tuple(self._ports)
+        hosts = {f"b{number}": port for number, port in enumerate(ports, 1)}
+        self.provision(*who, "--hosts", ",".join(f"{name}=127.0.0.1:{port}" for name, port in hosts.items()))
         epmd_port = free_port()
-        made = (Provisioned(folder, name, ports, epmd_port) for name in self.names)
-        self.nodes = [PrivateRabbitMQ(port=port, provisioned=each) for port, each in zip(ports, made, strict=True)]
+        made = {port: Provisioned(self.folder, name, ports, epmd_port) for name, port in hosts.items()}
+        self.nodes = [PrivateRabbitMQ(port=port, provisioned=each) for port, each in made.items()]
+
+    def become(self, brokers: int) -> None:
+        """Stop the only one, and start it on its data with others beside it, as the page says."""
+        (alone,) = self.nodes
+        alone.control("delete_vhost", "gpu")
+        alone.stop()
+        self._ports += [free_port() for _ in range(brokers - 1)]
+        self._make()
+        shutil.move(alone.folder / "data", self.nodes[0].folder / "data")
+        alone.close()
+        self.start()
 
     def provision(self, *words: str) -> str:
         """Have the command do something more in the folder; return what it leaves to do."""

@@ -93,6 +93,7 @@ def test_all_that_is_copied_to_other_hosts_is_made(tmp_path: Path) -> None:
     assert "/etc/gpu-arbiter/tls/node-n1/key.pem" in (tmp_path / "certs/parties" / url).read_text()
 
 
+@pytest.mark.full  # `test_backups` is its quick form
 async def test_level_0_a_backup_brings_the_site_back_after_the_loss_of_its_disk(tmp_path: Path) -> None:
     hosts = Hosts(tmp_path, {})
     state = tmp_path / "arbiter"
@@ -109,7 +110,7 @@ async def test_level_0_a_backup_brings_the_site_back_after_the_loss_of_its_disk(
     async with playing(tmp_path) as site:
         site.arbiter()
         assert await site.until_led(1) > epoch
-        await site.say_report("ana-1")
+        await _until_it_knows_of_the_backup(site)
         assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
 
 
@@ -121,6 +122,7 @@ def db1() -> Iterator[PrivatePostgres]:
         yield server
 
 
+@pytest.mark.full
 async def test_level_1_a_site_moves_from_files_to_a_database_and_two_arbiters(
     tmp_path: Path, db1: PrivatePostgres
 ) -> None:
@@ -143,10 +145,10 @@ async def test_level_1_a_site_moves_from_files_to_a_database_and_two_arbiters(
     async with playing(tmp_path, url) as site:
         site.arbiter()
         assert await site.until_led(1) > epoch
+        await _until_it_knows_of_the_backup(site)
         site.arbiter()
         site.drop_leader()
         await site.until_led(2)
-        await site.say_report("ana-1")
         assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
         said = await asyncio.to_thread(hosts.type, examine)
         (row,) = [line.split() for line in said.splitlines() if line.startswith("store ")]
@@ -217,6 +219,15 @@ async def _until_synchronous(db1: PrivatePostgres, look: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while "sync" not in await asyncio.to_thread(db1.typed, look):  # noqa: ASYNC110 - another process says it
             await asyncio.sleep(0.1)
+
+
+async def _until_it_knows_of_the_backup(site: MemorySite) -> None:
+    """Report until an arbiter says that it was restored."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not (told := [line["what"] for line in site.said("object.noted") if "restored" in line["what"]]):
+            await site.say_report("ana-1")
+            await asyncio.sleep(0.05)
+    assert "restored from the backup of 20" in told[0]
 
 
 async def _until_it_stands_by(site: MemorySite, times: int) -> None:

@@ -251,3 +251,25 @@ async def test_on_three_brokers_that_replicate_nothing_the_arbiter_waits_for_the
     first.start()
     async with asyncio.timeout(PATIENCE_S):
         await (await bus.connect(ARBITER)).lead()
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+async def test_one_broker_becomes_three_that_have_every_queue(tmp_path: Path) -> None:
+    _need_rabbitmq()
+
+    async def lead(site: ProvisionedBrokers) -> set[str]:
+        """Lead, and return the kinds of all queues that last."""
+        link = await AmqpBus(site.url("arbiter")).connect(ARBITER)
+        await link.lead()
+        await link.provision(NODE)
+        await link.close()
+        listed = site.nodes[-1].control("--quiet", "list_queues", "-p", "gpu", "type", "members")
+        return {line.split()[0] for line in listed.splitlines() if line.count("@") == len(site.nodes)}
+
+    with ProvisionedBrokers(tmp_path, nodes=("n1",), owners=("me",)) as site:
+        await lead(site)
+        assert "classic" in site.nodes[0].control("list_queues", "-p", "gpu", "type")
+        site.become(3)
+        assert await lead(site) == {"quorum"}
+        assert "classic" not in site.nodes[0].control("list_queues", "-p", "gpu", "type")
