@@ -1,4 +1,4 @@
-"""The timeline as SVG: a row for each GPU, a bar for each stretch of an app, parks and preemptions on top.
+"""The timeline as SVG: a row for each GPU, a bar for each stretch of an app, parks and preemptions on top; and lines.
 
 A week of leases fits on one screen because bars are made in pixels, not in leases: a bar that is narrower than half a
 pixel joins its neighbour. All bars of one app are one path with one title, so the browser has little to draw.
@@ -7,7 +7,7 @@ pixel joins its neighbour. All bars of one app are one path with one title, so t
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
 from urllib.parse import quote
@@ -22,6 +22,12 @@ FINEST = 0.5
 TICKS = 8
 #: Lanes of a shared GPU that are drawn.
 LANES_MAX = 4
+#: Lines of one drawing: each has a colour of its own.
+LINES_MAX = COLOURS
+#: Height of a drawing of lines in pixels, and the value at its top: twice what is fair, or more.
+HIGH, TOP_VALUE = 200, 2.0
+#: Room for the names at the ends of lines, and their height.
+RIGHT, LINE = 170, 13
 
 
 class Bar(Struct, frozen=True):
@@ -152,3 +158,53 @@ def _marks(marks: Sequence[Mark], places: dict[str, int], scale: Scale) -> Itera
         yield f'<path class="parked" d="{"".join(parks)}"><title>parked</title></path>'
     if cuts:
         yield f'<path class="preempted" d="{"".join(sorted(cuts))}"><title>preempted</title></path>'
+
+
+def lines(steps: Sequence[str], series: Mapping[str, Sequence[float | None]]) -> str:
+    """Return a drawing of shares over steps of time, a line and a name for each; 1 is marked, and 2 is at the top."""
+    wide, height = WIDTH - RIGHT, TOP + HIGH + 20
+    label = f"LTGF of {len(series)} tenants over {len(steps)} weeks; the table below tells the same"
+    parts = [f'<svg class="lines" viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img" aria-label="{label}">']
+    for value in (0.0, 1.0, TOP_VALUE):
+        more = " or more" if value == TOP_VALUE else ""
+        parts.append(f'<path class="grid{" due" if value == 1.0 else ""}" d="M{LEFT} {_y(value):.1f}h{wide}"/>')
+        parts.append(
+            f'<text class="tick" x="{LEFT - 8}" y="{_y(value) + 4:.1f}" text-anchor="end">{value:.0f}{more}</text>'
+        )
+    places = [LEFT + wide * (number + 0.5) / len(steps) for number in range(len(steps))]
+    named = range(0, len(steps), 1 + (len(steps) - 1) // TICKS)
+    parts += (
+        f'<text class="tick" x="{places[number]:.1f}" y="{height - 4}" text-anchor="middle">{steps[number]}</text>'
+        for number in named
+    )
+    parts += _lines(series, places)
+    return "".join([*parts, "</svg>"])
+
+
+def _y(value: float) -> float:
+    return TOP + HIGH * (1.0 - min(max(value, 0.0), TOP_VALUE) / TOP_VALUE)
+
+
+def _lines(series: Mapping[str, Sequence[float | None]], places: Sequence[float]) -> Iterator[str]:
+    lowest = float(TOP + HIGH + LINE)
+    ends = {
+        name: next((_y(value) for value in reversed(told) if value is not None), lowest)
+        for name, told in series.items()
+    }
+    free, last = -float(LINE), lowest - LINE * len(series)
+    colours = {name: number % COLOURS for number, name in enumerate(series)}
+    for name in sorted(series, key=lambda name: (ends[name], name)):
+        parts, dots, before = list[str](), list[str](), False
+        for x, value in zip(places, series[name], strict=True):
+            if value is not None:
+                parts.append(f"{'L' if before else 'M'}{x:.1f} {_y(value):.1f}")
+                dots.append(f"M{x:.1f} {_y(value):.1f}h0")
+            before = value is not None
+        last += LINE
+        free = min(max(ends[name], free + LINE), last)
+        yield (
+            f'<path class="line l{colours[name]}" d="{"".join(parts)}"><title>{escape(name)}</title></path>'
+            f'<path class="line dot l{colours[name]}" d="{"".join(dots)}"/>'
+            f'<path class="line l{colours[name]}" d="M{LEFT + WIDTH - RIGHT + 4} {free:.1f}h12"/>'
+            f'<text class="row" x="{LEFT + WIDTH - RIGHT + 20}" y="{free + 4:.1f}">{escape(name[:24])}</text>'
+        )
