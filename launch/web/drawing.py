@@ -6,6 +6,7 @@ pixel joins its neighbour. All bars of one app are one path with one title, so t
 
 from __future__ import annotations
 
+import heapq
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
@@ -22,6 +23,7 @@ FINEST = 0.5
 TICKS = 8
 #: Lanes of a shared GPU that are drawn.
 LANES_MAX = 4
+LEGEND_COLUMNS = 6
 #: Lines of one drawing: each has a colour of its own.
 LINES_MAX = COLOURS
 #: Height of a drawing of lines in pixels, and the value at its top: twice what is fair, or more.
@@ -64,15 +66,57 @@ def timeline(gpus: Sequence[tuple[str, str]], bars: Sequence[Bar], marks: Sequen
     """Return the drawing of a period: of these GPUs (node, id), in this order."""
     places = {gpu: TOP + ROW * index for index, (_, gpu) in enumerate(gpus)}
     height = TOP + ROW * len(gpus) + 6
+    bars = [bar for bar in bars if bar.gpu in places]
+    colours = colours_of(bars)
+    legend = list(_legend(colours, height))
     parts = [
-        f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 10} {height}" role="img" '
+        f'<svg class="timeline" viewBox="0 0 {LEFT + WIDTH + 10} {height + ROW * (1 + len(legend))}" role="img" '
         f'aria-label="The apps on {len(gpus)} GPUs over time; the tables below tell the same">'
     ]
     parts += _axis(scale, height)
     parts += (_label(node, gpu, places[gpu]) for node, gpu in gpus)
-    parts += _bars([bar for bar in bars if bar.gpu in places], places, scale)
+    parts += _bars(bars, places, scale, colours)
     parts += _marks([mark for mark in marks if mark.gpu in places], places, scale)
-    return "".join([*parts, "</svg>"])
+    return "".join([*parts, *legend, "</svg>"])
+
+
+def colours_of(bars: Sequence[Bar]) -> Mapping[str, int]:
+    """Return a colour for each app, of `COLOURS`: that of the app that was over first, or has no bar any more.
+
+    So apps that are there at one time look alike only if they are more than there are colours.
+    """
+    spans: dict[str, tuple[float, float]] = {}
+    for bar in bars:
+        start, end = spans.get(bar.app, (bar.start, bar.end))
+        spans[bar.app] = min(start, bar.start), max(end, bar.end)
+    free = [(float("-inf"), colour) for colour in range(COLOURS)]
+    found: dict[str, int] = {}
+    for app, (_, end) in sorted(spans.items(), key=lambda told: (told[1], told[0])):
+        _, found[app] = heapq.heappop(free)
+        heapq.heappush(free, (end, found[app]))
+    return found
+
+
+def _legend(colours: Mapping[str, int], top: int) -> Iterator[str]:
+    """Yield the rows of the legend: the signs, and the apps if each has a colour of its own."""
+    signs = [
+        ('<path class="c0" d="M{x} {y}h24v9h-24z"/>', "an app"),
+        ('<path class="c0 leaving" d="M{x} {y}h24v9h-24z"/>', "leaving its GPU"),
+        ('<path class="parked" d="M{x} {low}h24"/>', "parked"),
+        ('<path class="preempted" d="M{middle} {y}v11"/>', "preempted"),
+    ]
+    if len(colours) > COLOURS:
+        signs.append(("", f"{len(colours)} apps share {COLOURS} colours: point at a bar for its name"))
+    else:
+        square = '<path class="c{colour}" d="M{{x}} {{y}}h24v9h-24z"/>'
+        signs += [(square.format(colour=colours[app]), escape(app)) for app in sorted(colours)]
+    for row, first in enumerate(range(0, len(signs), LEGEND_COLUMNS)):
+        y, parts = top + ROW * (row + 1) - 6, list[str]()
+        for column, (sign, text) in enumerate(signs[first : first + LEGEND_COLUMNS]):
+            x = LEFT + column * (WIDTH // LEGEND_COLUMNS)
+            parts.append(sign.format(x=x, y=y, low=y + 5, middle=x + 12))
+            parts.append(f'<text class="row" x="{x + 30}" y="{y + 9}">{text}</text>')
+        yield "".join(parts)
 
 
 def _axis(scale: Scale, height: int) -> Iterator[str]:
@@ -92,7 +136,7 @@ def _label(node: str, gpu: str, y: int) -> str:
     return f'<text class="row" x="0" y="{y + 11}"><title>{escape(name)}</title>{escape(short)}</text>'
 
 
-def _bars(bars: Sequence[Bar], places: dict[str, int], scale: Scale) -> Iterator[str]:
+def _bars(bars: Sequence[Bar], places: Mapping[str, int], scale: Scale, colours: Mapping[str, int]) -> Iterator[str]:
     paths: defaultdict[tuple[str, bool], list[str]] = defaultdict(list)
     by_gpu: defaultdict[str, list[Bar]] = defaultdict(list)
     for bar in bars:
@@ -104,7 +148,6 @@ def _bars(bars: Sequence[Bar], places: dict[str, int], scale: Scale) -> Iterator
             y = places[gpu] + number * high
             for bar, left, right in _merged(lane, scale):
                 paths[bar.app, bar.draining].append(f"M{left:.1f} {y:.1f}h{right - left:.1f}v{high:.1f}H{left:.1f}z")
-    colours = {app: index % COLOURS for index, app in enumerate(sorted({app for app, _ in paths}))}
     for (app, draining), path in sorted(paths.items()):
         title = f"{app}, leaving" if draining else app
         yield (

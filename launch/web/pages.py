@@ -216,14 +216,31 @@ def _own_round(record: RoundRecord, app: AppId) -> tuple[Cell, ...]:
     return (record.round, instant(record.at), *figures, outcome.reason, winners or None)
 
 
-RECEIPT_COLUMNS = ("at", "gpus", "nodes", "for", "why", "leaving_gpu_s", "lost_gpu_s", "back_after_s", "missing")
+RECEIPT_COLUMNS = (
+    "at",
+    "gpus",
+    "nodes",
+    "for",
+    "why",
+    "leaving_gpu_s",
+    "lost_gpu_s",
+    "back",
+    "back_after_s",
+    "missing",
+)
 
 
 def _receipt(told: Document) -> tuple[Cell, ...]:
     return (
         *(told["at"], ", ".join(told["gpus"]), ", ".join(told["nodes"]), ", ".join(told["for"]) or None, told["why"]),
-        *(told["draining_gpu_seconds"], told["lost_gpu_seconds"], told["away_s"], told["missing"]),
+        *(told["draining_gpu_seconds"], told["lost_gpu_seconds"], "; ".join(map(_returned, told["returned"])) or None),
+        *(told["away_s"], told["missing"]),
     )
+
+
+def _returned(back: Document) -> str:
+    """Return GPUs that an app was granted since, with their nodes and the moment."""
+    return f"{', '.join(back['gpus'])} on {', '.join(back['nodes'])} at {back['at']}"
 
 
 STRETCH_COLUMNS = ("from", "to", "held_now", "node", "gpu", APP, "tenant", "part", "leaving", "gpu_seconds")

@@ -13,6 +13,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from html import escape
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +37,7 @@ from protocol.messages import (
     AppId,
     AppReport,
     EventFilter,
+    EventKind,
     GpuId,
     LeaseId,
     NodeId,
@@ -197,7 +199,8 @@ def test_a_page_loads_nothing_but_our_style_and_says_so_to_the_browser(browser: 
     loads = [attrs.get("src") or attrs.get("href") for tag, attrs in page.tags if tag in ("link", "img", "script")]
     assert loads == ["/style.css"]
     assert not [tag for tag, attrs in page.tags if tag in ("script", "style", "iframe") or attrs.get("style")]
-    leads = [str(attrs["href"]) for tag, attrs in page.tags if "href" in attrs]
+    skip, *leads = [str(attrs["href"]) for tag, attrs in page.tags if "href" in attrs and tag == "a"]
+    assert [tag for tag, attrs in page.tags if attrs.get("id") == skip.removeprefix("#")] == ["main"]
     assert all(each.startswith("/") and not each.startswith("//") for each in leads)
     assert sum(tag == "h1" for tag, _ in page.tags) == 1
     assert browser.get("/style.css")[0] == 200
@@ -243,10 +246,27 @@ def test_the_page_of_an_app_has_the_words_of_explain(
     assert sentences in page.text
     assert "GPUs taken from it, newest first:" in sentences
     (receipt,) = page.rows("receipts")
-    assert (receipt["for"], receipt["missing"]) == ("bob-1", "1")
+    assert (receipt["for"], receipt["missing"], receipt["back"]) == ("bob-1", "1", "–")  # noqa: RUF001
     assert [row["round"] for row in page.rows("rounds")] == [
         str(each.round) for each in asked.books.ledger.rounds(limit=9, app="ana-1")
     ]  # type: ignore[arg-type]
+
+
+def test_the_page_of_an_app_names_the_gpus_that_it_got_back(browser: Browser, asked: Asked) -> None:
+    ledger = asked.books.ledger
+    told: list[tuple[float, EventKind, tuple[str, ...], str]] = [
+        (1010.0, "preempted", ("g1", "g2", "g3"), "n1"),
+        (1020.0, "granted", ("g7", "g8"), "n2"),
+        (1030.0, "granted", ("g1",), "n1"),
+    ]
+    for at_, kind, gpus, node in told:
+        names = tuple(map(GpuId, gpus))
+        ledger.write(EventRecord(int(at_ * 1e3), at_, kind, "", AppId("ana-1"), TEAM, NodeId(node), gpus=names))
+    for away in (True, False):
+        asked.away = away
+        (receipt,) = browser.read("/apps/ana-1").rows("receipts")
+        back = "g7, g8 on n2 at 1970-01-01T00:17:00.000Z; g1 on n1 at 1970-01-01T00:17:10.000Z"
+        assert (receipt["gpus"], receipt["back"], receipt["missing"]) == ("g1, g2, g3", back, "0")
 
 
 def test_rounds_and_one_round_are_those_of_the_ledger(browser: Browser, asked: Asked) -> None:
@@ -584,6 +604,24 @@ def test_apps_that_share_a_gpu_lie_in_lanes_and_marks_on_top() -> None:
     assert bars_of(svg) == {"a-1": 1, "b-1": 1, "parked": 1, "preempted": 1}
 
 
+def test_apps_that_are_there_at_one_time_have_different_colours_and_the_legend_names_few() -> None:
+    few = [Bar(f"g{number}", f"<a{number:02d}>", 0.0, 100.0) for number in range(drawing.COLOURS)]
+    assert len(set(drawing.colours_of(few).values())) == drawing.COLOURS
+    gpus = [("n1", bar.gpu) for bar in few]
+    svg = drawing.timeline(gpus, few, [], Scale(0.0, 300.0))
+    signs = ["an app", "leaving its GPU", "parked", "preempted"]
+    assert re.findall(r">([^<>]*)</text>", svg)[-len(signs) - len(few) :] == [*signs, *(escape(bar.app) for bar in few)]
+    for bar in few:
+        (colour,) = re.findall(rf'class="c(\d+)" d="[^"]*"><title>{escape(bar.app)}</title>', svg)
+        assert re.search(rf'class="c{colour}" d="[^"]*"/><text[^>]*>{escape(bar.app)}</text>', svg)
+    later = [Bar(f"g{number}", f"0{number:02d}", 100.0 + number, 300.0) for number in range(drawing.COLOURS)]
+    colours = drawing.colours_of([*few, *later])
+    for there in (few, later):
+        assert len({colours[bar.app] for bar in there}) == drawing.COLOURS
+    more = drawing.timeline(gpus, [*few, *later], [], Scale(0.0, 300.0))
+    assert f"{2 * drawing.COLOURS} apps share {drawing.COLOURS} colours" in more
+
+
 def ends_of(svg: str) -> dict[str, tuple[int, float, float]]:
     """The number of points of each line, and where its last one lies, by its title."""
     found = {}
@@ -683,8 +721,8 @@ def test_a_park_that_began_before_the_period_is_drawn_and_listed_with_those_of_i
     ]
     assert bars_of(svg)["parked"] == 3
     assert now < 1060.0, "the scene"
-    ends = {each.partition("h")[2].partition(" ")[0] for each in svg.partition('class="parked" d="M')[2].split("M")}
-    assert len(ends) == 3, "each has its own length"
+    (drawn,) = re.findall(r'class="parked" d="([^"]*)"><title>', svg)
+    assert len(set(re.findall(r"h([0-9.]+)", drawn))) == 3, "each has its own length"
 
 
 def test_a_drawing_that_leaves_some_preemptions_out_says_which(
