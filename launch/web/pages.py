@@ -7,24 +7,25 @@ and `sheet` cut it out of reasons.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from itertools import pairwise
 from typing import cast
 
 from msgspec import Struct
+from msgspec.structs import astuple
 
 from app_agent.streams import OVER
 from arbiter import receipts, reports
-from arbiter.core.effects import RoundRecord, StretchRecord
+from arbiter.core.effects import Decide, RoundRecord, StretchRecord
 from arbiter.core.state.gpu_time import ratio
-from arbiter.ledger import Ledger
+from arbiter.ledger import INPUTS_MAX, Ledger
 from launch import overview, periods, views
 from launch.faults import Fault, usage
 from launch.surface import Document
 from launch.web import history
-from launch.web.drawing import Bar, Scale, timeline
+from launch.web.drawing import LINES_MAX, Bar, Scale, lines, timeline
 from launch.web.history import Interruption
 from launch.web.sheets import ROWS_MAX, Cell, Column, Page, Sheet, read_on, rows_before, sheet
 from launch.web.sources import Sources
@@ -36,6 +37,8 @@ APP, ROUND = Column("app", "/apps/"), Column("round", "/rounds/")
 APP_COLUMNS = (APP, "owner", "tenant", "name", "state", "gpus", "want", "rho", "ltgf", "step", "preempted", "waits_for")
 GPUS_DRAWN = 64
 DAY_S = 86400.0
+#: A year, and the newest week.
+WEEKS_DRAWN = 53
 
 
 class Wanted(Struct, frozen=True):
@@ -135,6 +138,7 @@ def one_round(sources: Sources, name: str, number: int) -> Page:
     """Return the bids, winners, losers and payments of one round."""
     with sources.ledger() as ledger:
         record = ledger.round(int(name)) if name.isdecimal() and len(name) < 16 else None
+        inputs = None if record is None else ledger.inputs(record.round)
     if record is None:
         raise NoSuchPage(f"there is no round {name}; /rounds lists them")
     columns = (APP, "bid", "silent", "gpus", "won_before_payment", "payment", "rho_now", "rho_next", "reason", "got")
@@ -145,13 +149,33 @@ def one_round(sources: Sources, name: str, number: int) -> Page:
         )
         for each in sorted(record.outcomes, key=lambda each: (-len(each.gpus), not each.bid, each.app))
     )
-    facts = sheet("facts", "Figures of the policy", ("figure", "value"), sorted(record.facts.items()), 1)
+    facts = sheet("facts", "Figures of the policy", ("figure", "value"), sorted(record.facts.items()), number)
     offered = f"{record.took_s:.2f} s and had {len(record.gpus)} GPUs on offer"
     took = f"Round {record.round} at {instant(record.at)} took {offered}."
     notes = (record.failure,) if record.failure else ()
-    outcomes = sheet("outcomes", "Outcomes: winners first", columns, rows, number)
-    sheets = (outcomes, facts) if record.facts else (outcomes,)
-    return Page("round", f"Round {record.round}", sheets, number, text=took, notes=notes)
+    sheets = [sheet("outcomes", "Outcomes: winners first", columns, rows, number)]
+    if inputs is not None:
+        sheets.append(sheet("bids", "Bids: rho with so many GPUs in all", BID_COLUMNS, _bids(inputs), number))
+    elif any(each.bid for each in record.outcomes):
+        took += (
+            f" The rows of its bids are not kept any more: the ledger has those of the newest {INPUTS_MAX} auctions."
+        )
+    if record.facts:
+        sheets.append(facts)
+    return Page("round", f"Round {record.round}", tuple(sheets), number, text=took, notes=notes)
+
+
+BID_COLUMNS = (APP, "gpus", "level", "new_gpus_on", "rho")
+
+
+def _bids(inputs: Decide) -> Iterator[tuple[Cell, ...]]:
+    """Yield what each app bid: rho if it wins nothing, and rho of each row."""
+    for app, bid in sorted(inputs.bids.items()):
+        yield (app, None, None, None, bid.rho_none)
+        for row in sorted(bid.rows, key=lambda row: (row.gpus, -row.rho)):
+            yield (app, row.gpus, row.level, None, row.rho)
+        for each in bid.explicit:
+            yield (app, None, None, ", ".join(f"{node} ({count})" for node, count in each.new), each.rho)
 
 
 def one_app(sources: Sources, name: str, number: int) -> Page:
@@ -193,14 +217,31 @@ def _own_round(record: RoundRecord, app: AppId) -> tuple[Cell, ...]:
     return (record.round, instant(record.at), *figures, outcome.reason, winners or None)
 
 
-RECEIPT_COLUMNS = ("at", "gpus", "nodes", "for", "why", "leaving_gpu_s", "lost_gpu_s", "back_after_s", "missing")
+RECEIPT_COLUMNS = (
+    "at",
+    "gpus",
+    "nodes",
+    "for",
+    "why",
+    "leaving_gpu_s",
+    "lost_gpu_s",
+    "back",
+    "back_after_s",
+    "missing",
+)
 
 
 def _receipt(told: Document) -> tuple[Cell, ...]:
     return (
         *(told["at"], ", ".join(told["gpus"]), ", ".join(told["nodes"]), ", ".join(told["for"]) or None, told["why"]),
-        *(told["draining_gpu_seconds"], told["lost_gpu_seconds"], told["away_s"], told["missing"]),
+        *(told["draining_gpu_seconds"], told["lost_gpu_seconds"], "; ".join(map(_returned, told["returned"])) or None),
+        *(told["away_s"], told["missing"]),
     )
+
+
+def _returned(back: Document) -> str:
+    """Return GPUs that an app was granted since, with their nodes and the moment."""
+    return f"{', '.join(back['gpus'])} on {', '.join(back['nodes'])} at {back['at']}"
 
 
 STRETCH_COLUMNS = ("from", "to", "held_now", "node", "gpu", APP, "tenant", "part", "leaving", "gpu_seconds")
@@ -278,15 +319,18 @@ def fairness(sources: Sources, wanted: Wanted) -> Page:
     """Return the GPU-hours that tenants have had and were due, LTGF over weeks, and the rho of apps."""
     present, why = sources.tried(sources.present)
     with sources.ledger() as ledger:
-        weeks = sheet(
-            "weeks",
-            "LTGF by week: 1 or more is fair",
-            ("week", "tenant", "had_gpu_h", "due_gpu_h", "lost_gpu_h", "ltgf"),
-            _weeks(ledger),
-            wanted.number,
-        )
+        by_week = list(_weeks(ledger))
+    weeks = sheet(
+        "weeks",
+        "LTGF by week: 1 or more is fair",
+        ("week", "tenant", "had_gpu_h", "due_gpu_h", "lost_gpu_h", "ltgf"),
+        map(astuple, by_week),
+        wanted.number,
+    )
+    drawing, left_out = _weeks_drawn(by_week)
+    notes = tuple(each for each in (why, left_out) if each)
     if present is None:
-        return Page("fairness", "Fairness", (weeks,), wanted.number, notes=(why,))
+        return Page("fairness", "Fairness", (weeks,), wanted.number, drawing=drawing, notes=notes)
     columns = ("tenant", "weight", "quota_gpus", "held_gpus", "want_gpus", "had_gpu_h", "due_gpu_h", "lost_gpu_h")
     tenants = (
         (
@@ -305,10 +349,38 @@ def fairness(sources: Sources, wanted: Wanted) -> Page:
         "Fairness",
         (named, weeks, sheet("apps", "Latest apps first", columns_of_apps, rhos, wanted.number)),
         wanted.number,
+        drawing=drawing,
+        notes=notes,
     )
 
 
-def _weeks(ledger: Ledger) -> Iterator[tuple[Cell, ...]]:
+class Week(Struct, frozen=True):
+    """The GPU time of a tenant in a week, in GPU-hours; its LTGF, if anything was due."""
+
+    week: str
+    tenant: str
+    had_gpu_h: float
+    due_gpu_h: float
+    lost_gpu_h: float
+    ltgf: float | None
+
+
+def _weeks_drawn(weeks: Sequence[Week]) -> tuple[str, str]:
+    """Return the LTGF of tenants over weeks as lines; and a sentence if tenants are left out, which were due least."""
+    due, known = Counter[str](), sorted({each.week for each in weeks})[-WEEKS_DRAWN:]
+    for each in weeks:
+        if each.week in known:
+            due[each.tenant] += round(each.due_gpu_h)
+    tenants = sorted(name for name, _ in due.most_common(LINES_MAX))
+    points = {(each.tenant, each.week): each.ltgf for each in weeks if each.ltgf is not None}
+    series = {name: [points.get((name, week)) for week in known] for name in tenants}
+    some = (
+        f"Only the {LINES_MAX} tenants that were due most are drawn; the table has all." if len(due) > LINES_MAX else ""
+    )
+    return lines(known, series) if known else "", some
+
+
+def _weeks(ledger: Ledger) -> Iterator[Week]:
     """Yield the GPU time of each tenant, had and due, in each week (from Monday on, local time), newest week first.
 
     It is the difference between samples, which are an hour apart; an hour counts for the week in which it ends.
@@ -327,7 +399,7 @@ def _weeks(ledger: Ledger) -> Iterator[tuple[Cell, ...]]:
                 total[place] += new - old
     for week_name, name in sorted(sums, reverse=True):
         had, due, lost = sums[week_name, name]
-        yield (week_name, name, had / 3600, due / 3600, lost / 3600, ratio(had, due))
+        yield Week(week_name, name, had / 3600, due / 3600, lost / 3600, ratio(had, due))
 
 
 def report(sources: Sources, wanted: Wanted) -> Page:

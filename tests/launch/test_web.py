@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import csv
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,9 @@ import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
+from html import escape
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -22,6 +25,7 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.effects import EventRecord, Record, RoundRecord, StretchRecord
+from arbiter.core.registry import tables
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.queries import Queries
@@ -33,17 +37,20 @@ from protocol.messages import (
     AppId,
     AppReport,
     EventFilter,
+    EventKind,
     GpuId,
     LeaseId,
     NodeId,
     Party,
+    Probe,
     Query,
     Requirements,
     TaskId,
+    TenantId,
 )
 from tests.core.test_receipts import taken
 from tests.core.test_reports import Books
-from tests.support.arbiter_site import TEAM
+from tests.support.arbiter_site import AUCTION, TEAM, Site, sent
 from tests.support.patience import PATIENCE_S
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
@@ -193,7 +200,8 @@ def test_a_page_loads_nothing_but_our_style_and_says_so_to_the_browser(browser: 
     loads = [attrs.get("src") or attrs.get("href") for tag, attrs in page.tags if tag in ("link", "img", "script")]
     assert loads == ["/style.css"]
     assert not [tag for tag, attrs in page.tags if tag in ("script", "style", "iframe") or attrs.get("style")]
-    leads = [str(attrs["href"]) for tag, attrs in page.tags if "href" in attrs]
+    skip, *leads = [str(attrs["href"]) for tag, attrs in page.tags if "href" in attrs and tag == "a"]
+    assert [tag for tag, attrs in page.tags if attrs.get("id") == skip.removeprefix("#")] == ["main"]
     assert all(each.startswith("/") and not each.startswith("//") for each in leads)
     assert sum(tag == "h1" for tag, _ in page.tags) == 1
     assert browser.get("/style.css")[0] == 200
@@ -239,10 +247,27 @@ def test_the_page_of_an_app_has_the_words_of_explain(
     assert sentences in page.text
     assert "GPUs taken from it, newest first:" in sentences
     (receipt,) = page.rows("receipts")
-    assert (receipt["for"], receipt["missing"]) == ("bob-1", "1")
+    assert (receipt["for"], receipt["missing"], receipt["back"]) == ("bob-1", "1", "–")  # noqa: RUF001
     assert [row["round"] for row in page.rows("rounds")] == [
         str(each.round) for each in asked.books.ledger.rounds(limit=9, app="ana-1")
     ]  # type: ignore[arg-type]
+
+
+def test_the_page_of_an_app_names_the_gpus_that_it_got_back(browser: Browser, asked: Asked) -> None:
+    ledger = asked.books.ledger
+    told: list[tuple[float, EventKind, tuple[str, ...], str]] = [
+        (1010.0, "preempted", ("g1", "g2", "g3"), "n1"),
+        (1020.0, "granted", ("g7", "g8"), "n2"),
+        (1030.0, "granted", ("g1",), "n1"),
+    ]
+    for at_, kind, gpus, node in told:
+        names = tuple(map(GpuId, gpus))
+        ledger.write(EventRecord(int(at_ * 1e3), at_, kind, "", AppId("ana-1"), TEAM, NodeId(node), gpus=names))
+    for away in (True, False):
+        asked.away = away
+        (receipt,) = browser.read("/apps/ana-1").rows("receipts")
+        back = "g7, g8 on n2 at 1970-01-01T00:17:00.000Z; g1 on n1 at 1970-01-01T00:17:10.000Z"
+        assert (receipt["gpus"], receipt["back"], receipt["missing"]) == ("g1, g2, g3", back, "0")
 
 
 def test_rounds_and_one_round_are_those_of_the_ledger(browser: Browser, asked: Asked) -> None:
@@ -286,6 +311,65 @@ def test_json_and_csv_have_the_same_figures_as_the_page(browser: Browser, asked:
 def test_a_table_that_is_not_there_is_named_with_those_that_are(browser: Browser) -> None:
     status, _, body = browser.get("/now.csv?table=nope")
     assert (status, "this page has gpus, apps, rounds" in body) == (404, True)
+
+
+def test_a_round_tells_payments_and_while_they_are_kept_the_values_of_bids(browser: Browser, asked: Asked) -> None:
+    """The bids are those of a real auction of two apps; the outcomes are written down."""
+    ledger, site = asked.books.ledger, Site(replace(AUCTION, policies=tables("themis", fairness_knob=0.0)))
+    site.decides_late = True
+    effects = site.app("amy-1", demand=4) + site.app("bob-1", demand=4) + site.node("n1", 4)
+    site.play_round(effects + site.wait(0.0), {"amy-1": {2: 5.0, 4: 2.5}, "bob-1": {1: 8.0}})
+    (inputs,) = site.undecided
+    won = Outcome(AppId("amy-1"), (GpuId("g1"), GpuId("g2"), GpuId("g3")), "it bid most", True, 4, 0.75, 9.0, 2.5)
+    lost = Outcome(AppId("bob-1"), (), "others are worse off", bid=True, rho_now=8.5)
+    record = RoundRecord(inputs.round, 5.0, 0.1, (), (), (), (), (lost, won), True, {"objective": 1.5})
+    ledger.write(record, replace(record, round=inputs.round + 1))
+    ledger.keep(inputs)
+    page = browser.read(f"/rounds/{inputs.round}")
+    told = [(row["app"], row["gpus"], row["won before payment"], row["payment"]) for row in page.rows("outcomes")]
+    assert told == [("amy-1", "3", "4", "0.25"), ("bob-1", "0", "0", "0.00")]
+    assert [(row["app"], row["gpus"], row["level"], row["rho"]) for row in page.rows("bids")] == [
+        ("amy-1", "–", "–", "1000000.00"),  # noqa: RUF001 - a dash for nothing
+        ("amy-1", "2", "cluster", "5.00"),
+        ("amy-1", "4", "cluster", "2.50"),
+        ("bob-1", "–", "–", "1000000.00"),  # noqa: RUF001
+        ("bob-1", "1", "cluster", "8.00"),
+    ]
+    assert page.rows("facts") == [{"figure": "objective", "value": "1.50"}]
+    later = browser.read(f"/rounds/{inputs.round + 1}")
+    assert set(later.tables) == {"outcomes", "facts"}
+    assert "The rows of its bids are not kept any more" in later.text
+    assert "not kept" not in page.text
+
+
+def test_fairness_tells_of_each_tenant_what_the_arbiter_counts(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site
+    for app in ("eve-1", "zoe-1"):
+        site.app(app)
+    document, counted = json.loads(browser.get("/fairness.json")[2]), site.arbiter.state.history
+    rows = {row["tenant"]: row for row in document["tables"][0]["rows"]}
+    assert {name: (row["held_gpus"], row["want_gpus"]) for name, row in rows.items()} == {
+        "other": (1, 1),
+        "team": (1, 2),
+    }
+    assert rows["team"]["had_gpu_h"] != rows["team"]["due_gpu_h"], "the scene"
+    for name, row in rows.items():
+        standing = counted.of_tenant(TenantId(name), site.now)
+        had, due, lost = standing.allocated_gpu_s, standing.fair_gpu_s, standing.lost_gpu_s
+        hours = [seconds / 3600 for seconds in (had, due, lost)]
+        assert [row[f"{kind}_gpu_h"] for kind in ("had", "due", "lost")] == pytest.approx(hours)
+        assert row["ltgf"] == pytest.approx(had / due)
+
+
+def test_fairness_tells_the_rho_of_apps_the_latest_first(browser: Browser, asked: Asked) -> None:
+    site = asked.books.site = Site(AUCTION)
+    site.decides_late = True
+    rhos = {"amy-1": 2.0, "bob-1": 3.0, "cyd-1": 1.5}
+    effects = [effect for app in rhos for effect in site.app(app)] + site.node("n1", 2)
+    for probe in sent(effects + site.wait(0.0), Probe):
+        site.rho(probe.app, rhos[probe.app])
+    told = [(row["app"], row["tenant"], row["rho"]) for row in browser.read("/fairness").rows("apps")]
+    assert told == [("bob-1", "team", "3.00"), ("amy-1", "team", "2.00"), ("cyd-1", "team", "1.50")]
 
 
 def many(asked: Asked, count: int) -> None:
@@ -521,6 +605,56 @@ def test_apps_that_share_a_gpu_lie_in_lanes_and_marks_on_top() -> None:
     assert bars_of(svg) == {"a-1": 1, "b-1": 1, "parked": 1, "preempted": 1}
 
 
+def test_apps_that_are_there_at_one_time_have_different_colours_and_the_legend_names_few() -> None:
+    few = [Bar(f"g{number}", f"<a{number:02d}>", 0.0, 100.0) for number in range(drawing.COLOURS)]
+    assert len(set(drawing.colours_of(few).values())) == drawing.COLOURS
+    gpus = [("n1", bar.gpu) for bar in few]
+    svg = drawing.timeline(gpus, few, [], Scale(0.0, 300.0))
+    signs = ["an app", "leaving its GPU", "parked", "preempted"]
+    assert re.findall(r">([^<>]*)</text>", svg)[-len(signs) - len(few) :] == [*signs, *(escape(bar.app) for bar in few)]
+    for bar in few:
+        (colour,) = re.findall(rf'class="c(\d+)" d="[^"]*"><title>{escape(bar.app)}</title>', svg)
+        assert re.search(rf'class="c{colour}" d="[^"]*"/><text[^>]*>{escape(bar.app)}</text>', svg)
+    later = [Bar(f"g{number}", f"0{number:02d}", 100.0 + number, 300.0) for number in range(drawing.COLOURS)]
+    colours = drawing.colours_of([*few, *later])
+    for there in (few, later):
+        assert len({colours[bar.app] for bar in there}) == drawing.COLOURS
+    more = drawing.timeline(gpus, [*few, *later], [], Scale(0.0, 300.0))
+    assert f"{2 * drawing.COLOURS} apps share {drawing.COLOURS} colours" in more
+
+
+def ends_of(svg: str) -> dict[str, tuple[int, float, float]]:
+    """The number of points of each line, and where its last one lies, by its title."""
+    found = {}
+    for path in svg.split('<path class="line ')[1:]:
+        if "<title>" in path.partition("</path>")[0]:
+            points = re.findall(r"[ML]([0-9.]+) ([0-9.]+)", path.partition('d="')[2].partition('"')[0])
+            title = path.partition("<title>")[2].partition("<")[0]
+            found[title] = (len(points), float(points[-1][0]), float(points[-1][1]))
+    return found
+
+
+def test_lines_are_higher_the_more_of_its_due_a_tenant_had_and_have_gaps() -> None:
+    svg = drawing.lines(["W1", "W2", "W3"], {"a": [0.5, 1.0, 1.5], "b": [None, 0.5, 0.5], "<c>": [3.0, None, 2.0]})
+    ends = ends_of(svg)
+    assert {name: points for name, (points, _, _) in ends.items()} == {"a": 3, "b": 2, "&lt;c&gt;": 2}
+    assert len({x for _, x, _ in ends.values()}) == 1, "all end at the last week"
+    assert ends["&lt;c&gt;"][2] < ends["a"][2] < ends["b"][2]
+    middle = re.search(r'class="grid due" d="M[0-9.]+ ([0-9.]+)h', svg)
+    assert middle is not None
+    assert ends["a"][2] < float(middle[1]) < ends["b"][2]
+    assert all(week in svg for week in ("W1", "W2", "W3"))
+
+
+def test_names_of_lines_that_end_together_do_not_lie_on_each_other() -> None:
+    for value in (0.0, 1.0, 2.0):
+        svg = drawing.lines(["W1"], {f"t{number:02d}": [value] for number in range(drawing.LINES_MAX)})
+        places = sorted(float(each) for each in re.findall(r'<text class="row" x="[0-9.]+" y="([0-9.]+)"', svg))
+        height = float(svg.partition('viewBox="0 0 ')[2].split('"')[0].split()[1])
+        assert all(b - a >= drawing.LINE for a, b in pairwise(places))
+        assert drawing.LINE < places[0] < places[-1] < height
+
+
 # --- what is read of the ledger -------------------------------------------------------------------------------------
 
 
@@ -535,6 +669,17 @@ def test_weeks_are_differences_between_samples_and_a_count_that_began_anew_takes
         ("2026-W48", "team", "35.00", "44.00", "0.80"),
         ("2026-W47", "team", "30.00", "40.00", "0.75"),
     ]
+    (points, _, _) = ends_of(Browser(make_app(asked)).get("/fairness")[2])["team"]
+    assert points == 2
+
+
+def test_a_drawing_of_many_tenants_says_which_it_leaves_out(browser: Browser, asked: Asked) -> None:
+    names = [TenantId(f"t{number:02d}") for number in range(drawing.LINES_MAX + 1)]
+    due = {name: Standing(3600.0, 3600.0 * (number + 1), 0.0) for number, name in enumerate(names)}
+    asked.books.ledger.sample(1e6, due)
+    drawn = ends_of(browser.get("/fairness")[2])
+    assert set(drawn) == set(names[1:]), "the first was due least"
+    assert f"Only the {drawing.LINES_MAX} tenants that were due most are drawn" in browser.read("/fairness").text
 
 
 def parked(task_: str, at_: float, *, kind: str = "suspended") -> EventRecord:
@@ -577,8 +722,8 @@ def test_a_park_that_began_before_the_period_is_drawn_and_listed_with_those_of_i
     ]
     assert bars_of(svg)["parked"] == 3
     assert now < 1060.0, "the scene"
-    ends = {each.partition("h")[2].partition(" ")[0] for each in svg.partition('class="parked" d="M')[2].split("M")}
-    assert len(ends) == 3, "each has its own length"
+    (drawn,) = re.findall(r'class="parked" d="([^"]*)"><title>', svg)
+    assert len(set(re.findall(r"h([0-9.]+)", drawn))) == 3, "each has its own length"
 
 
 def test_a_drawing_that_leaves_some_preemptions_out_says_which(

@@ -13,27 +13,38 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlencode
 
 import uvicorn
 from msgspec import Struct
+from msgspec.structs import replace
 
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.effects import Decide, Record
+from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
 from launch.web.server import make_app
-from protocol.messages import TenantId
-from tests.core.test_gpu_time import FIFO
-from tests.core.test_reports import Books
+from launch.web.sources import Sources
+from protocol.messages import EventFilter
+from simulator.cluster import parse_cluster
+from simulator.costs import DEFAULT
+from simulator.run import facts_of, spec_of
+from simulator.workload import AppPlan, JobPlan
+from simulator.world import Actor, World
 from tests.launch.test_web import Asked
-from tests.support.arbiter_site import Site
 from tests.support.busy_past import BusyPast
 from tests.support.patience import PATIENCE_S
 
 CHROMIUM = shutil.which("chromium")
 STEP_S = 120.0
 STEPS = 28
+SETTINGS = ArbiterSettings(policy="themis", lease_s=300.0, beat_s=60.0, node_timeout_s=300.0, app_timeout_s=300.0)
 #: Its last leases end before the hour begins.
 BUSY_PAST = BusyPast(end=time.time() - STEP_S * (STEPS + 1))
 
@@ -45,9 +56,12 @@ class Served(Struct, frozen=True):
     pages: Mapping[str, str]
 
 
-def pages_of(past: BusyPast | None) -> Mapping[str, str]:
+def pages_of(ledger: Ledger, past: BusyPast | None = None) -> Mapping[str, str]:
     """Return the paths of pages that have something to show, and of one that is not there."""
-    app, number, begin = ("ben-3", 2, "1h") if past is None else (past.app_of_last_turn(), past.rounds - 100, "7d")
+    if past is None:
+        app, number, begin = _parked(ledger), _paid(ledger), "1h"
+    else:
+        app, number, begin = past.app_of_last_turn(), past.rounds - 100, "7d"
     return {
         "now": "/?refresh=off",
         "timeline": f"/timeline?since={begin}",
@@ -60,51 +74,102 @@ def pages_of(past: BusyPast | None) -> Mapping[str, str]:
     }
 
 
-class Hour(Books):
-    """Every two minutes an app comes that wants one to four GPUs; it leaves its GPUs after 8 to 14 minutes."""
+def _parked(ledger: Ledger) -> str:
+    """Return the app that was parked first; if none was, the first that was preempted, or else had a GPU."""
+    for kind in ("suspended", "preempted", "granted"):
+        if found := ledger.events(EventFilter(kinds=(kind,)), limit=1):
+            return str(found[0][1].app)
+    raise AssertionError("no app had a GPU")
+
+
+def _paid(ledger: Ledger) -> int:
+    """Return the newest round in which a winner paid; if none did, that with most bids."""
+    rounds = ledger.rounds(limit=1_000)
+    paid = [each.round for each in rounds for one in each.outcomes if one.gpus and one.fraction < 0.999]
+    return paid[0] if paid else max(rounds, key=lambda each: sum(one.bid for one in each.outcomes)).round
+
+
+class Hour:
+    """An hour under `themis` on two nodes of four GPUs: every two minutes an app comes that wants two or four of them.
+
+    Nodes and apps are those of the simulator, so there are auctions with payments, preemptions, parks, and measurements
+    of tasks. The clock of the arbiter shows that the hour has just passed.
+    """
 
     def __init__(self, path: Path, past: BusyPast | None = None) -> None:
         if past is not None and not path.exists():
             past.write(path)
-        self.site, self.ledger = Site(FIFO, start=time.time() - STEP_S * STEPS), Ledger(path)
-        self.site.arbiter.state.round = 0 if past is None else past.rounds
-        for name in ("n1", "n2"):
-            self.note(self.site.node(name, 4))
-        self.note(self.site.wait(0.0))
-        began: dict[str, int] = {}
+        self.ledger = Ledger(path)
+        self._world = World(parse_cluster("2x4"), SETTINGS, DEFAULT, beat_s=SETTINGS.beat_s, talks=True)
+        self._world.watcher = self._watch
+        self._actor = self._world.arbiter
+        self._actor.offset_s = time.time() - STEP_S * STEPS
+        self.arbiter.state.round = 0 if past is None else past.rounds
         for step in range(STEPS):
-            owner, tenant = ("ana", "vision") if step % 3 else ("ben", "speech")
-            name, gpus = f"{owner}-{step}", 1 + step % 4
-            self.note(self.site.app(name, gang=gpus, demand=gpus, tenant=TenantId(tenant)))
-            self.note(self.site.wait(1.0))
-            began |= {app: step for app in self.site.arbiter.state.apps if app not in began and self.site.held(app)}
-            for app, since in list(began.items()):
-                if step - since == 4 + since % 4:
-                    tenant_of = self.site.arbiter.state.apps[app].tenant  # type: ignore[index]
-                    self.note(self.site.app(app, state="finished", tenant=tenant_of))
-            self._pass_time(STEP_S - 1.0)
-            standing = self.site.arbiter.state.history
-            self.ledger.sample(
-                self.site.now, {name: standing.of_tenant(name, self.site.now) for name in standing.tenants}
-            )
+            self._world.run(STEP_S * step)
+            plan = _plan(step)
+            spec = spec_of(plan)
+            facts = facts_of(plan, spec, lambda gpus, level: 1.0)
+            facts = [replace(each, busy=0.9, can_checkpoint=step % 3 > 0) for each in facts]  # the others are parked
+            self._world.submit(plan.id, spec, facts)
+            standing = self.arbiter.state.history
+            self.ledger.sample(self.now, {name: standing.of_tenant(name, self.now) for name in standing.tenants})
+        self._world.run(STEP_S * STEPS)
 
-    def _pass_time(self, seconds: float) -> None:
-        """Let time pass in which nodes and app agents report."""
-        end = self.site.now + seconds
-        while self.site.now < end:
-            for app in list(self.site.arbiter.state.apps.values()):
-                if app.active:
-                    self.note(self.site.app(app.id, gang=app.gang, demand=app.demand_max, tenant=app.tenant))
-            for name in ("n1", "n2"):
-                self.note(self.site.node(name))
-            self.note(self.site.wait(min(10.0, end - self.site.now)))
+    @property
+    def site(self) -> Hour:
+        """What `Asked` asks."""
+        return self
+
+    @property
+    def arbiter(self) -> Arbiter:
+        """The arbiter as it stands at the end of the hour."""
+        return self._actor.core  # type: ignore[no-any-return]
+
+    @property
+    def now(self) -> float:
+        """What the arbiter's clock shows."""
+        return self._actor.clock(self._world.now)
+
+    def _watch(self, actor: Actor, _: object, effects: Sequence[object]) -> bool:
+        if actor is self._actor:
+            self.ledger.write(*(each for each in effects if isinstance(each, Record)))
+            for each in effects:
+                if isinstance(each, Decide):
+                    self.ledger.keep(each)
+        return True
+
+
+def _plan(step: int) -> AppPlan:
+    """Return the app of a step: its job takes 4 to 13 minutes, and every second one can do with half of its GPUs."""
+    tenant, most = ("vision" if step % 3 else "speech"), 2 + 2 * (step % 2)
+    least = most if step % 4 < 2 else most // 2
+    job = JobPlan(duration_s=240.0 + 60.0 * (step % 10), steps=600)
+    return AppPlan(f"{tenant}-{step}", tenant, STEP_S * step, least, most, (job,))
 
 
 @contextmanager
 def served(folder: Path, past: BusyPast | None = None) -> Iterator[Served]:
     """Serve the pages of such an hour, and of the weeks before it."""
     path = folder / "ledger.db"
-    config = uvicorn.Config(make_app(Asked(Hour(path, past), path)), port=0, log_level="warning")
+    hour = Hour(path, past)
+    with _served(Asked(hour, path)) as address:
+        yield Served(address, pages_of(hour.ledger, past))
+
+
+@contextmanager
+def ledger_served(path: Path) -> Iterator[Served]:
+    """Serve the pages of a ledger whose site is over: no arbiter answers."""
+    with _served(Sources(path, path.parent / "no.sock")) as address, closing(Ledger.reader(path)) as ledger:
+        (last,) = ledger.stretches_between(0.0, inf, limit=1)
+        period = [datetime.fromtimestamp(at, UTC).isoformat() for at in (ledger.first_stretch(default=0.0), last.end)]
+        whole = urlencode({"from": period[0], "to": period[1]})
+        yield Served(address, {**pages_of(ledger), "timeline": f"/timeline?{whole}"})
+
+
+@contextmanager
+def _served(sources: Sources) -> Iterator[str]:
+    config = uvicorn.Config(make_app(sources), port=0, log_level="warning")
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run)
     thread.start()
@@ -113,8 +178,7 @@ def served(folder: Path, past: BusyPast | None = None) -> Iterator[Served]:
         while not server.started:
             assert time.monotonic() < deadline, "the pages are not served"
             time.sleep(0.02)
-        address = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-        yield Served(address, pages_of(past))
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

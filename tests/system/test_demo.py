@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ FIGURES = {
     "id", "tenant", "jct_s", "rho", "gpu_seconds", "grants", "renewals", "preemptions", "migrations", "steps_lost",
     "final_accuracy",
 }  # fmt: skip
+HREFS = "links => links.map(link => link.getAttribute('href'))"
 QUICK = {"steps": 200, "step_ms": 25.0, "lease_s": 12.0}
 
 
@@ -78,6 +80,30 @@ def test_the_ledger_is_left_behind_with_the_gpu_time_of_all_apps(outcome: tuple[
         had_s = sum(seconds for _, _, seconds, _ in ledger.gpu_time(0.0, 1e12, known=1e12))
     counted_s = sum(app["gpu_seconds"] for app in result.summary["apps"])
     assert counted_s - 1.0 <= had_s <= counted_s + 60.0, "the last GPUs were being left when it was counted"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(which("chromium") is None, reason="chromium is not here: apt-get install chromium")
+def test_the_pages_of_its_ledger_are_fit_to_be_seen_in_a_browser(outcome: tuple[demo.Result, Path]) -> None:
+    pytest.importorskip("starlette", reason="the extra `web` is not installed")
+    pytest.importorskip("playwright", reason="playwright is not here: make setup")
+    from tests.support.web_site import chromium, ledger_served
+    from tests.support.web_window import look_at_all
+
+    result, out = outcome
+    with ledger_served(out / "ledger.db") as site, chromium() as browser:
+        look_at_all(browser, site)
+        page = browser.new_page()
+        page.goto(site.address + site.pages["timeline"])
+        drawn = {link.rpartition("/")[2] for link in page.locator("svg a").evaluate_all(HREFS)}
+        assert drawn == {app["id"] for app in result.summary["apps"]}
+        page.goto(site.address + site.pages["round"])
+        listed = [link.rpartition("/")[2] for link in page.locator("#outcomes a[href^='/apps']").evaluate_all(HREFS)]
+        with closing(Ledger.reader(out / "ledger.db")) as ledger:
+            record = ledger.round(int(site.pages["round"].rpartition("/")[2]))
+        assert record is not None
+        assert sorted(listed) == sorted(each.app for each in record.outcomes)
+        assert any(each.bid for each in record.outcomes)
 
 
 @pytest.mark.full
