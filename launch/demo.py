@@ -10,6 +10,7 @@ import base64
 import json
 import re
 import secrets
+import shlex
 import sys
 import tempfile
 import time
@@ -269,6 +270,14 @@ HEADERS = (
     "APP", "TENANT", "NAME", "JCT_S", "RHO", "GPU_S", "GRANTS", "RENEWED", "PREEMPTED", "MOVED", "PARKED", "LOST",
     "ACCURACY",
 )  # fmt: skip
+
+
+def last_words(summary: Document, out: Path) -> Sequence[str]:
+    """Return what is said at the end: how long it took, and where to see more."""
+    return (
+        f"{summary['rounds']} rounds in {summary['wall_s']:.0f} s; see {out}/timeline.png",
+        f"in a browser: gpu-arbiter web --ledger {shlex.quote(str(out / 'ledger.db'))}",
+    )
 
 
 def final_table(summary: Document) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shlex
 import shutil
 import tempfile
 import threading
@@ -123,10 +124,13 @@ async def _greet(site: Site, stack: ExitStack, *, web: bool) -> None:
     policy = site.arbiter.arbiter.policy
     there = f"{plural(len(nodes), 'node')}, {plural(gpus, 'GPU')}, policy {policy}"
     note(f"gpu-arbiter is up: {there}, socket {site.socket}")
+    ledger = Path(site.arbiter.state_dir) / "ledger.db"
     if web:
-        stack.callback(end_process, start_page(site, Path(site.arbiter.state_dir) / "ledger.db"))  # it says where it is
+        stack.callback(end_process, start_page(site, ledger))  # it says where it is
     if site.socket != default_socket():
         note(f"in other terminals: export GPU_ARBITER_URL=unix://{site.socket}")
+    if not web:
+        note(f"in a browser: gpu-arbiter web --ledger {shlex.quote(str(ledger))}")
     note("next: gpu-arbiter submit -- python train.py   (Ctrl-C here stops it)")
 
 

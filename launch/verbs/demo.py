@@ -43,8 +43,8 @@ def demo(
             emit(result.summary)
         else:
             say(show.final_table(result.summary))
-            note(f"{result.summary['rounds']} rounds in {result.summary['wall_s']:.0f} s; see {out}/timeline.png")
-            note(f"in a browser: gpu-arbiter web --ledger {out}/ledger.db")
+            for line in show.last_words(result.summary, out):
+                note(line)
         if result.unfinished:
             raise Fault(
                 f"{', '.join(result.unfinished)} did not finish", code=exit_codes.FAILED, next_step=f"ls {out}/logs"

@@ -60,7 +60,8 @@ def web(
             raise usage("--ledger and --journal-file are two places of one ledger", "name the one where it is")
         default = user_folder("XDG_STATE_HOME", ".local/state") / "gpu-arbiter" / "up" / "arbiter" / "ledger.db"
         place = ledger or default if journal_file is None else address_of(journal_file)
-        serve_pages(place, host=host, port=port, token=token, traces=traces, told=note)
+        shown = "" if token_file is None else f"; the token is in {token_file}"
+        serve_pages(place, host=host, port=port, token=token, shown=shown, traces=traces, told=note)
 
 
 def _token(file: Path | None) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 
@@ -27,6 +27,7 @@ from launch import overview, views
 from launch.surface import Document
 from launch.web.sources import WATCH_S, Sources
 from protocol.journal import JournalError
+from protocol.messages import AppId, TenantId
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 #: States of apps that wait for GPUs.
@@ -67,23 +68,25 @@ class _Followed:
     def __init__(self, sources: Sources) -> None:
         self._sources = sources
         self._seen: tuple[float, int] | None = None  #: the begin of the newest round, the id of the newest event
+        #: Waits of apps that the arbiter's answer, of this time, did not have yet: the ledger is read after it.
+        self._early: tuple[float, Sequence[tuple[AppId, TenantId, float]]] = (0.0, ())
         words = "from the submission of an app to its first GPU"
         labels = ("tenant", "class")
         self._waits = Histogram("gpu_arbiter_wait_seconds", words, labels, buckets=WAITS_S, registry=None)
         words = "each phase of a round: probe and bids, where the policy asks apps, and decision"
         self._phases = Histogram("gpu_arbiter_round_seconds", words, ("phase",), buckets=PHASES_S, registry=None)
 
-    def collect(self, apps: Iterable[Document]) -> Iterator[Metric]:
+    def collect(self, apps: Iterable[Document], at_s: float) -> Iterator[Metric]:
         """Take in what is new, and yield both histograms; while the ledger cannot be read they stay as they were.
 
         The class of an app that the arbiter has forgotten by now is ``unknown``.
         """
         with suppress(JournalError):  # /readyz tells of it
-            self._follow({str(app["id"]): str(app["class"]) for app in apps})
+            self._follow({str(app["id"]): str(app["class"]) for app in apps}, at_s)
         yield from self._waits.collect()
         yield from self._phases.collect()
 
-    def _follow(self, classes: Mapping[str, str]) -> None:
+    def _follow(self, classes: Mapping[str, str], at_s: float) -> None:
         with self._sources.ledger() as ledger:
             newest = ledger.newest_event()
             round_at, event = self._seen or (ledger.newest_round_at(), newest)
@@ -92,8 +95,14 @@ class _Followed:
         for each in rounds:
             for phase, took_s in each.phases_s.items():
                 self._phases.labels(phase).observe(took_s)
-        for app, tenant, wait_s in waits:
+        since_s, early = self._early
+        fresh = [*waits, *(early if at_s == since_s else ())]
+        for app, tenant, wait_s in early if at_s > since_s else ():
             self._waits.labels(tenant, classes.get(app, "unknown")).observe(wait_s)
+        for app, tenant, wait_s in fresh:
+            if app in classes:
+                self._waits.labels(tenant, classes[app]).observe(wait_s)
+        self._early = at_s, [wait for wait in fresh if wait[0] not in classes]
 
 
 class _Collected(Collector):
@@ -115,7 +124,7 @@ class _Collected(Collector):
             yield from _apps(present)
             yield from _gpus(present)
             yield from _tenants(present["shares"])
-            yield from self._followed.collect(present["apps"])
+            yield from self._followed.collect(present["apps"], present["at_s"])
 
 
 def _gauge(name: str, words: str, value: float | None = None) -> GaugeMetricFamily:

@@ -20,9 +20,11 @@ REQUESTS_MAX = 64
 
 
 def serve_pages(
-    ledger: Path | str, *, host: str, port: int, token: str, traces: str, told: Callable[[str], None]
+    ledger: Path | str, *, host: str, port: int, token: str, shown: str, traces: str, told: Callable[[str], None]
 ) -> None:
     """Listen, tell the address by `told`, and answer until SIGINT or SIGTERM; with `traces`, send them there meanwhile.
+
+    The address has the token in it, unless there is something else to be `shown` behind it.
 
     Raises
     ------
@@ -35,7 +37,7 @@ def serve_pages(
         raise Fault(str(error), next_step="gpu-arbiter web --ledger FILE") from None
     listening = _listening(host, port)
     name = f"[{host}]" if ":" in host else host
-    told(f"the site is at http://{name}:{listening.getsockname()[1]}/{f'?token={token}' if token else ''}")
+    told(f"the site is at http://{name}:{listening.getsockname()[1]}/{shown or (token and f'?token={token}')}")
     sources = Sources(ledger)
     with _sending(traces, sources):
         uvicorn.Server(settings_of(make_app(sources, token=token))).run(sockets=[listening])

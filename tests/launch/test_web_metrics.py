@@ -27,7 +27,7 @@ from tests.core.test_reports import Books
 from tests.launch.test_doctor import a_certificate
 from tests.launch.test_web import Asked, Browser, at
 from tests.support.arbiter_site import gpu_id
-from tests.support.pages import ROOT
+from tests.support.pages import ROOT, blocks
 
 PROMTOOL = shutil.which("promtool")
 SAMPLE = re.compile(r"^(gpu_arbiter_\w+?)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
@@ -103,6 +103,33 @@ def test_the_wait_of_an_app_and_the_phases_of_rounds_are_counted_once(browser: B
         assert told["gpu_arbiter_wait_seconds_bucket", 'class="batch",le="10.0",tenant="team"'] == 1.0
         new = books.ledger.round_count() - rounds
         assert told["gpu_arbiter_round_seconds_count", 'phase="decision"'] == new > 0
+
+
+def test_an_app_that_is_newer_than_the_arbiters_answer_is_counted_by_the_next_one_with_its_class(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    books, gone = asked.books, AppId("ben-9")
+    samples(browser)
+    books.note(books.site.node("n2", 4) + books.site.wait(1.0))
+    answer = asked.present()
+    books.note(books.site.app("ben-7") + books.site.app(gone) + books.site.wait(2.0))
+    with monkeypatch.context() as patch:
+        patch.setattr(asked, "present", lambda: answer)
+        for _ in range(2):
+            assert waits_counted(browser) == {"batch": 1.0}, "eve-1"
+    with at(monkeypatch, books.site.now):
+        new = asked.present()
+    new["apps"] = [app for app in new["apps"] if app["id"] != gone]
+    with monkeypatch.context() as patch:
+        patch.setattr(asked, "present", lambda: new)
+        for _ in range(2):
+            assert waits_counted(browser) == {"batch": 2.0, "unknown": 1.0}
+
+
+def waits_counted(browser: Browser) -> dict[str, float]:
+    """How many waits there are by class."""
+    told = samples(browser).items()
+    return {labels.split('"')[1]: value for (name, labels), value in told if name == "gpu_arbiter_wait_seconds_count"}
 
 
 def test_a_ledger_that_is_away_leaves_the_histograms_as_they_were(
@@ -202,6 +229,22 @@ def promtool(*words: str, told: str | None = None) -> str:
 @needs_promtool
 def test_prometheus_reads_the_metrics_without_a_remark(browser: Browser) -> None:
     assert promtool("check", "metrics", told=browser.get("/metrics")[2]) == ""
+
+
+def recipe_for(folder: Path, target: str) -> str:
+    """What the page on operating says for prometheus.yml, with the files in `folder` and another target."""
+    (text,) = [block.text for block in blocks(PAGE) if block.language == "yaml" and "scrape_configs:" in block.text]
+    assert (text.count("/etc/prometheus/"), text.count("localhost:8470")) == (2, 1)
+    return text.replace("/etc/prometheus/", f"{folder}/").replace("localhost:8470", target)
+
+
+@needs_promtool
+def test_prometheus_reads_the_recipe_of_the_page_on_operating(tmp_path: Path) -> None:
+    (tmp_path / "gpu-arbiter.token").write_text("a-token")
+    (tmp_path / "gpu-arbiter-alerts.yml").write_text((files("launch.web") / "alerts.yml").read_text("utf-8"))
+    (tmp_path / "prometheus.yml").write_text(recipe_for(tmp_path, "localhost:8470"))
+    told = promtool("check", "config", str(tmp_path / "prometheus.yml"))
+    assert f"SUCCESS: {RULES} rules found" in told
 
 
 @needs_promtool

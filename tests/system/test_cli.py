@@ -19,6 +19,7 @@ import pytest
 from arbiter.core.registry import POLICIES
 from protocol import exit_codes
 from tests.support.patience import PATIENCE_S
+from tests.support.web_process import shown_as
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
 POLICY_NAMES = ", ".join(sorted(POLICIES))
@@ -597,6 +598,23 @@ def test_up_takes_tenants_and_settings_from_an_arbiters_file(environment: dict[s
         assert cli("wait", "--timeout", "30s", app).returncode != 0
         explained = cli("explain", app).stdout
         assert "tenant visoin is not among the tenants of this site (vision); name one: --tenant" in explained
+
+
+def test_up_says_how_to_see_the_site_in_a_browser(environment: dict[str, str], tmp_path: Path) -> None:
+    pytest.importorskip("starlette", reason="the extra `web` is not installed")
+    own = environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock"}
+    command = [*PROGRAM, "up", "--state-dir", str(tmp_path / "a state"), "--gpus", "simulated:2"]
+    with subprocess.Popen(command, env=own, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        said = [process.stderr.readline()]
+        while said[-1] and not said[-1].startswith("next: "):
+            said.append(process.stderr.readline())
+        (line,) = [each for each in said if each.startswith("in a browser: ")]
+        with shown_as(line, own) as address, urlopen(f"{address}now.json", timeout=PATIENCE_S) as answer:
+            assert "simulated" in answer.read().decode()
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0
 
 
 @pytest.mark.full

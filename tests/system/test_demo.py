@@ -12,12 +12,15 @@ from itertools import pairwise
 from pathlib import Path
 from shutil import which
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from arbiter.ledger import Ledger
 from launch import demo
+from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import PrivateRabbitMQ, available
+from tests.support.web_process import shown_as
 
 #: They share one demo.
 pytestmark = [pytest.mark.clock, pytest.mark.slow]
@@ -104,6 +107,28 @@ def test_the_pages_of_its_ledger_are_fit_to_be_seen_in_a_browser(outcome: tuple[
         assert record is not None
         assert sorted(listed) == sorted(each.app for each in record.outcomes)
         assert any(each.bid for each in record.outcomes)
+
+
+def rounds_shown(line: str) -> int:
+    """How many rounds the page has that a line of the demo tells of."""
+    pytest.importorskip("starlette", reason="the extra `web` is not installed")
+    with shown_as(line) as address, urlopen(f"{address}rounds.json", timeout=PATIENCE_S) as answer:
+        (table,) = [each for each in json.load(answer)["tables"] if each["name"] == "rounds"]
+        return len(table["rows"])
+
+
+def test_its_last_words_show_the_ledger_in_a_browser(outcome: tuple[demo.Result, Path]) -> None:
+    result, out = outcome
+    assert rounds_shown(demo.last_words(result.summary, out)[-1]) >= result.summary["rounds"]
+
+
+@pytest.mark.full
+@pytest.mark.timeout(300)
+def test_the_last_line_of_the_command_does(tmp_path: Path) -> None:
+    words = ["demo", "--out", str(tmp_path / "a folder"), "--steps", "200"]
+    done = subprocess.run([sys.executable, "-m", "launch.cli", *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert rounds_shown(done.stderr.splitlines()[-1]) > 1
 
 
 @pytest.mark.full

@@ -17,13 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
 import pytest
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
-from tests.launch.test_web_metrics import RULES
+from tests.launch.test_web_metrics import RULES, recipe_for
 from tests.support.page_site import PageSite, page_site, site_process
 from tests.support.pages import ROOT
 from tests.support.patience import PATIENCE_S
@@ -37,6 +37,7 @@ pytestmark = [
     ),
 ]
 
+TOKEN = "a-token-of-this-test"
 #: Series of a site, at most.
 SERIES_MAX = 2000
 
@@ -93,27 +94,24 @@ def started(log: Path, *command: str, **more: Any) -> Iterator[None]:
 
 @contextmanager
 def web(folder: Path, socket: Path) -> Iterator[str]:
-    """Serve the pages of the site in a folder; give their host and port."""
-    log = folder / "web.log"
+    """Serve the pages of the site in a folder to those who have the token; give their host and port."""
+    log, token = folder / "web.log", folder / "gpu-arbiter.token"
+    token.write_text(TOKEN)
+    token.chmod(0o600)
     ledger = next((folder / "site").rglob("ledger.db"))
     command = (sys.executable, "-m", "launch.cli", "web", "--port", "0", "--ledger", str(ledger))
+    command += ("--token-file", str(token))
     with started(log, *command, cwd=ROOT, env=os.environ | {"GPU_ARBITER_URL": f"unix://{socket}"}):
         yield matched(r"the site is at http://(\S+)/", log)
 
 
 @contextmanager
 def prometheus(folder: Path, target: str, rules: str) -> Iterator[Prometheus]:
-    """Have a Prometheus scrape a target every second, and evaluate rules as often."""
-    (folder / "rules.yml").write_text(rules)
-    (folder / "prometheus.yml").write_text(
-        json.dumps(
-            {
-                "global": {"scrape_interval": "1s", "scrape_timeout": "1s", "evaluation_interval": "1s"},
-                "rule_files": ["rules.yml"],
-                "scrape_configs": [{"job_name": "gpu-arbiter", "static_configs": [{"targets": [target]}]}],
-            }
-        )
-    )
+    """Have a Prometheus scrape a target as the page on operating says, every second; it evaluates rules as often."""
+    (folder / "gpu-arbiter-alerts.yml").write_text(rules)
+    recipe = recipe_for(folder, target).replace("scrape_interval: 15s", "scrape_interval: 1s")
+    often = "global: {scrape_interval: 1s, scrape_timeout: 1s, evaluation_interval: 1s}"
+    (folder / "prometheus.yml").write_text(f"{often}\n{recipe}")
     promtool("check", "config", str(folder / "prometheus.yml"))
     log = folder / "prometheus.log"
     command = ("prometheus", f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/tsdb")
@@ -132,7 +130,7 @@ def promtool(*words: str, told: str | None = None) -> str:
 
 
 def get(address: str) -> str:
-    with urlopen(address, timeout=PATIENCE_S) as answer:
+    with urlopen(Request(address, headers={"Authorization": f"Bearer {TOKEN}"}), timeout=PATIENCE_S) as answer:
         return str(answer.read().decode())
 
 

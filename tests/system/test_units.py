@@ -51,7 +51,26 @@ def test_each_unit_starts_the_program_with_a_verb_and_a_configuration() -> None:
     for unit in UNITS:
         (start,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
         assert start.startswith(f"ExecStart={PROGRAM} ")
-        assert " --config /etc/gpu-arbiter/" in start
+        assert " --config /etc/gpu-arbiter/" in start or unit.name == "gpu-arbiter-web.service"
+
+
+def test_a_unit_refuses_calls_that_libraries_try_and_does_not_kill_the_daemon_for_them() -> None:
+    bounded = [text for unit in UNITS if "SystemCallFilter=~@privileged @resources\n" in (text := unit.read_text())]
+    assert len(bounded) == 4
+    assert all("\nSystemCallErrorNumber=EPERM\n" in text for text in bounded)
+
+
+def test_the_web_page_has_its_ledger_its_app_agent_and_its_token_where_other_units_put_them() -> None:
+    lines = (SYSTEMD / "gpu-arbiter-web.service").read_text().splitlines()
+    told = {name: value for name, equals, value in (line.partition("=") for line in lines) if equals}
+    agent = tomllib.loads((SYSTEMD / "app.toml").read_text().replace("alice", told["User"]))
+    assert f"Environment=GPU_ARBITER_URL=unix://{agent['socket']}" in lines
+    folder = tomllib.loads((SYSTEMD / "arbiter.toml").read_text())["state_dir"]
+    assert f'Environment="WEB_OPTIONS=--ledger {folder}/{arbiter.config.LEDGER}"' in lines
+    assert f"User={told['User']}" in (SYSTEMD / "gpu-arbiter.service").read_text().splitlines(), "whose the ledger is"
+    name, _, file = told["LoadCredential"].partition(":")
+    assert told["ExecStart"].endswith(f"web --token-file /run/credentials/gpu-arbiter-web.service/{name} $WEB_OPTIONS")
+    assert file == "/etc/gpu-arbiter/web.token"
 
 
 def test_a_call_that_a_filter_does_not_let_through_ends_no_daemon() -> None:
