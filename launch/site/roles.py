@@ -60,6 +60,8 @@ LAUNCHER_SOCKET = "/run/gpu-arbiter-launcher/launcher.sock"
 GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
 #: A node agent beside a launcher is not the user that trains.
 LAUNCHER_DROP_IN = f"{UNITS}/{NODE}.d/launcher.conf"
+#: What a role also brings, for an admin who wants the web page, with an app agent to ask through; it is not started.
+UNSTARTED = {"arbiter": ("gpu-arbiter-web.service", APP)}
 #: State folders, and what within them belongs to users.
 STATE = {
     "/var/lib/gpu-arbiter": (),
@@ -206,9 +208,9 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
     if wish.role == "login" and not wish.owner:
         yield File(PROFILE, f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n")
     units = shipped.units(wish.program)
-    for each in daemons:
-        packaged = tuple(f"{folder}/{each.file}" for folder in PACKAGED_UNITS)
-        yield File(f"{UNITS}/{each.file}", units[each.file], elsewhere=packaged, replaces=True)
+    for file in (*(each.file for each in daemons), *UNSTARTED.get(wish.role, ())):
+        packaged = tuple(f"{folder}/{file}" for folder in PACKAGED_UNITS)
+        yield File(f"{UNITS}/{file}", units[file], elsewhere=packaged, replaces=True)
     if wish.launcher:
         yield File(LAUNCHER_DROP_IN, "[Service]\nUser=gpu-node\nGroup=gpu-node\n", replaces=True)
     if host.live:
