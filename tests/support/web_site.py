@@ -61,7 +61,7 @@ def pages_of(ledger: Ledger, past: BusyPast | None = None) -> Mapping[str, str]:
     if past is None:
         app, number, begin = _parked(ledger), _paid(ledger), "1h"
     else:
-        app, number, begin = past.app_of_last_turn(), past.rounds - 100, "7d"
+        app, number, begin = past.app_of_last_turn(), max(1, past.rounds - 100), "7d"
     return {
         "now": "/?refresh=off",
         "timeline": f"/timeline?since={begin}",
