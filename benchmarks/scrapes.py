@@ -4,7 +4,9 @@ The arbiter is the product's own daemon on a private RabbitMQ, with imaginary no
 (`benchmarks/site.py` tells how), and `gpu-arbiter web` asks it as a user, through an app agent of its own. In turns the
 metrics are scraped as often as a look at the site is a new one, and not at all. The difference of the arbiter's
 processor time in these two kinds of times, by scrape, is what a scrape costs it; of that, one in 15 s. The web process
-answers from the same look for a second, so more scrapers cost no more. Exit code 1: the goal is not met.
+answers from the same look for a second, so more scrapers cost no more. The series of the last scrape are counted,
+with those that tenants whose apps have had no GPU yet will have in the histogram of waits. Exit code 1: a goal is not
+met.
 """
 
 from __future__ import annotations
@@ -46,6 +48,9 @@ OWNERS, NODES, GPUS = 50, 12, 8  #: beside the node that is spare: 104 GPUs in a
 WHOLE, QUICK = (10, 10), (3, 4)  #: turns, and the scrapes in each
 EVERY_S = 15.0
 GOAL = 0.01
+#: At about a hundred GPUs and fifty owners, each a tenant.
+SERIES_MAX = 2000
+WAITED = "gpu_arbiter_wait_seconds_count"
 PATIENCE_S = 300.0
 
 
@@ -72,12 +77,23 @@ def scrape(address: str) -> str:
         return str(answer.read().decode())
 
 
+def wait_for(address: str, words: str) -> None:
+    """Scrape until a line begins with these words."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not any(line.startswith(words) for line in scrape(address).splitlines()):
+        assert time.monotonic() < deadline, f"no line begins with {words!r}"
+        time.sleep(FRESH_S)
+
+
+def series_of(text: str, tenants: int) -> int:
+    """Return how many series a scrape has once the apps of all tenants have waited."""
+    series = [line for line in text.splitlines() if not line.startswith("#")]
+    waits, waited = (sum(line.startswith(name) for line in series) for name in ("gpu_arbiter_wait_seconds", WAITED))
+    return len(series) + max(0, tenants - waited) * (waits // max(1, waited))
+
+
 def measure(arbiter: DaemonProcess, address: str, turns: int, scrapes: int) -> list[float]:
     """Return the arbiter's processor time by scrape, in seconds, as each turn tells it."""
-    deadline = time.monotonic() + PATIENCE_S
-    while "gpu_arbiter_up 1.0" not in scrape(address):
-        assert time.monotonic() < deadline, "the arbiter does not answer"
-        time.sleep(FRESH_S)
     costs = []
     for turn in range(turns):
         spent = []
@@ -109,10 +125,12 @@ async def run(broker: PrivateRabbitMQ, folder: Path, crowd: Crowd, turns: int, s
         works = [Work(role, crowd, settings.beat_s, urls) for role in ("nodes", "apps")]  # type: ignore[arg-type]
         async with driver(works[0], folder) as nodes, driver(works[1], folder) as apps:
             await nodes.told(Order("begin"))
-            await apps.told(Order("begin"))
             with page(folder) as address:
+                await asyncio.to_thread(wait_for, address, "gpu_arbiter_up 1.0")
+                await apps.told(Order("begin"))
+                await asyncio.to_thread(wait_for, address, WAITED)  # those of before the first scrape count for nothing
                 costs = await asyncio.to_thread(measure, arbiter, address, turns, scrapes)
-                series = sum(not line.startswith("#") for line in scrape(address).splitlines())
+                series = series_of(scrape(address), len(crowd.owners))
     finally:
         agent.kill()
         arbiter.kill()
@@ -123,11 +141,12 @@ async def run(broker: PrivateRabbitMQ, folder: Path, crowd: Crowd, turns: int, s
         "owners": len(crowd.owners),
         "apps": crowd.apps,
         "series": series,
+        "series_max": SERIES_MAX,
         "scrape_s": cost_s,
         "scrapes": costs,
         "share_of_a_core": cost_s / EVERY_S,
         "goal": GOAL,
-        "met": cost_s / EVERY_S < GOAL,
+        "met": cost_s / EVERY_S < GOAL and series <= SERIES_MAX,
     }
 
 
@@ -139,16 +158,19 @@ def main() -> int:
     if not available():
         print("RabbitMQ is not installed: run scripts/ensure-rabbitmq.sh", file=sys.stderr)
         return 1
-    crowd = Crowd(NODES, GPUS, OWNERS * APPS_PER_OWNER)
+    crowd = Crowd(NODES, GPUS, OWNERS * APPS_PER_OWNER, own_tenants=True)
     folder = tempfile.TemporaryDirectory(prefix="ga-scrapes-", ignore_cleanup_errors=True)
     with PrivateRabbitMQ((*crowd.parties, WEB), memory_max=BROKER_MEMORY) as broker, folder as path:
         found = asyncio.run(run(broker, Path(path), crowd, *(QUICK if given.quick else WHOLE)))
     if given.json:
         print(json.dumps(found, indent=1))
     else:
-        print(f"{found['gpus']} GPUs, {found['apps']} apps of {found['owners']} owners: {found['series']} series")
+        site = f"{found['gpus']} GPUs, {found['apps']} apps of {found['owners']} owners"
+        few = found["series"] <= SERIES_MAX
+        print(f"{site}: {found['series']} series (goal: at most {SERIES_MAX}): {'met' if few else 'NOT met'}")
         print(f"a scrape takes the arbiter {1e3 * found['scrape_s']:.1f} ms: {found['share_of_a_core']:.2%} of a core")
-        print(f"with one in {EVERY_S:g} s (goal: below {GOAL:.0%}): {'met' if found['met'] else 'NOT met'}")
+        cheap = found["share_of_a_core"] < GOAL
+        print(f"with one in {EVERY_S:g} s (goal: below {GOAL:.0%}): {'met' if cheap else 'NOT met'}")
     return 0 if found["met"] else 1
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from msgspec import Struct
 
 from app_agent.core.spec import AppSpec
-from protocol.messages import ARBITER, AppId, NodeId, Party, Requirements
+from protocol.messages import ARBITER, AppId, NodeId, Party, Requirements, TenantId
 from simulator.cluster import GIB, RACK_SIZE, SLOT_SIZE, NodeSpec
 from simulator.jobs import JobFacts
 
@@ -26,11 +26,12 @@ SPARE_OWNER = Party("app", "spare")
 
 
 class Crowd(Struct, frozen=True):
-    """How many there are of each. `gpus` are those of one node."""
+    """How many there are of each; `gpus` are those of one node. Owners are of one tenant, or of `own_tenants`."""
 
     nodes: int
     gpus: int
     apps: int
+    own_tenants: bool = False
 
     @property
     def owners(self) -> tuple[Party, ...]:
@@ -67,6 +68,10 @@ class Crowd(Struct, frozen=True):
         """How many jobs each app has, all of which want GPUs at once."""
         mean = sum(self.gangs) / len(self.gangs)
         return max(1, round(CROWDING * self.nodes * self.gpus / self.apps / mean))
+
+    def tenant_of(self, owner: Party) -> TenantId:
+        """Return who pays for the apps of an owner."""
+        return TenantId(owner.id if self.own_tenants else "team")
 
     def specs_of(self, owner: Party) -> list[AppSpec]:
         """Return the apps of an owner."""

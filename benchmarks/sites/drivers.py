@@ -176,7 +176,7 @@ class AppAgents(Agents):
         return shell
 
     def _host(self, owner: Party) -> Shell[Any, Any]:
-        host = AppHost(OwnerId(owner.id), tenant="team", beat_s=self.work.beat_s)
+        host = AppHost(OwnerId(owner.id), tenant=self.work.crowd.tenant_of(owner), beat_s=self.work.beat_s)
         return self.shell(host, owner, self._perform)
 
     async def _perform(self, effect: Accepted | Declined | Changed) -> None:

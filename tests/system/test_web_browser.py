@@ -72,11 +72,12 @@ def test_the_site_of_an_hour_has_something_to_show_on_each_page(hour: Served) ->
 
 
 @pytest.mark.full
-def test_the_benchmark_tells_of_each_page_how_long_it_takes_to_load() -> None:
+@pytest.mark.alone
+def test_the_benchmark_tells_of_each_page_how_long_it_takes_to_load_which_is_within_its_goal() -> None:
     command = [sys.executable, "benchmarks/web.py", "--quick", "--leases", "2000", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=580)
     told = json.loads(done.stdout)
-    assert done.returncode == (0 if told["met"] else 1), done.stderr
+    assert (done.returncode, told["met"]) == (0, True), [each for each in told["pages"] if not each["met"]]
     assert {each["page"] for each in told["pages"]} >= {"now", "timeline", "report", "fairness"}
     assert all(0.0 < each["p50_s"] <= each["p95_s"] for each in told["pages"])
 
