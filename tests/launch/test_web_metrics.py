@@ -114,14 +114,14 @@ def test_an_app_that_is_newer_than_the_arbiters_answer_is_counted_by_the_next_on
     answer = asked.present()
     books.note(books.site.app("ben-7") + books.site.app(gone) + books.site.wait(2.0))
     with monkeypatch.context() as patch:
-        patch.setattr(asked, "present", lambda: answer)
+        patch.setattr(asked, "present", lambda *_: answer)
         for _ in range(2):
             assert waits_counted(browser) == {"batch": 1.0}, "eve-1"
     with at(monkeypatch, books.site.now):
         new = asked.present()
     new["apps"] = [app for app in new["apps"] if app["id"] != gone]
     with monkeypatch.context() as patch:
-        patch.setattr(asked, "present", lambda: new)
+        patch.setattr(asked, "present", lambda *_: new)
         for _ in range(2):
             assert waits_counted(browser) == {"batch": 2.0, "unknown": 1.0}
 
