@@ -47,8 +47,6 @@ NAMED_MAX = 5
 FILES_PER_PARTICIPANT, FILES_OF_BROKER = 4, 1000
 #: Oldest RabbitMQ that is supported.
 BROKER_OLDEST = (3, 10)
-#: Policies that promise each tenant its part of the GPU time, besides those that have `tenants_first`.
-BY_TENANT = frozenset({"astraea", "gandiva-fair"})
 
 Ctl = Callable[..., str]  #: has `rabbitmqctl` do something with these words; raises `Fault`
 
@@ -341,8 +339,9 @@ def _promises(settings: ArbiterSettings) -> bool:
     """Whether the policy promises each tenant its part, as it is set."""
     from arbiter.core.registry import POLICIES
 
-    own = POLICIES[settings.policy].decoded(settings.policy_settings)
-    return settings.policy in BY_TENANT or bool(getattr(own, "tenants_first", False))
+    entry = POLICIES[settings.policy]
+    own = entry.decoded(settings.policy_settings)
+    return entry.kind.traits.tenant_shares or bool(getattr(own, "tenants_first", False))
 
 
 def _tried(had: Mapping[str, float], policy: str, *, promised: bool, where: str) -> Check:

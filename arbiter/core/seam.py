@@ -418,6 +418,7 @@ class Traits(Struct, frozen=True):
     together: bool = False
     #: Its view shows apps that hold GPUs and want no more, too, also while no GPU of theirs is in play.
     all_holders: bool = False
+    tenant_shares: bool = False  #: it promises each tenant its part of the GPU time, whatever its settings
 
 
 class PolicySettings(Struct, frozen=True, forbid_unknown_fields=True):

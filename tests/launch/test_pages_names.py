@@ -27,7 +27,7 @@ FOREIGN = {
     "close_all_user_connections cluster_status delete_user delete_vhost",
     "pg_promote pg_reload_conf synchronous_standby_names",
     "finished.json manifest.json tenant_shares.csv throughputs.csv two_weeks.csv",
-    "gpu_arbiter_parked_gpu_seconds_total",  # put together from its parts; test_web_metrics.py holds the page to the code
+    "gpu_arbiter_parked_gpu_seconds_total",  # put together from its parts; test_web_metrics.py knows them all
 }
 KNOWN = frozenset(" ".join(FOREIGN).split()) | {f"--{name}" for name in FLAGS}
 

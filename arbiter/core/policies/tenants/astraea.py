@@ -24,7 +24,7 @@ from arbiter.core.seam import AppView, Traits, View
 class Astraea(Ranked):
     """The least GPU time of what was fair first, tenant by tenant, then app by app."""
 
-    traits = Traits("lease")
+    traits = Traits("lease", tenant_shares=True)
     migrates: ClassVar[bool] = True
     by_quota: ClassVar[bool] = False  #: a tenant is due its quota even while it does not want it (Eq. 16)
     until_fair: ClassVar[bool] = True  #: fair is enough; off: by the smallest index for ever, as published

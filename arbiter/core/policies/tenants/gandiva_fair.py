@@ -25,7 +25,7 @@ LEAST_SHARE = 1e-9
 class GandivaFair(Ranked):
     """The least pass first."""
 
-    traits = Traits("lease")
+    traits = Traits("lease", tenant_shares=True)
     by = "by GPU time for its tickets"
 
     def order(self, view: View) -> Sequence[AppView]:
