@@ -265,7 +265,6 @@ def test_a_promise_that_is_broken_is_a_fault() -> None:
 
 
 def test_which_policies_promise_is_known_of_all_that_there_are() -> None:
-    assert set(POLICIES) >= site_checks.BY_TENANT
     promising = {name for name in POLICIES if site_checks._promises(ArbiterSettings(policy=name))}
     assert promising == {"astraea", "gandiva-fair", "themis", "maxmin-ftf"}
     without = ArbiterSettings(policy="themis", policies=tables("themis", tenants_first=False))
