@@ -79,12 +79,13 @@ def test_training_outlives_a_broker_that_takes_nothing_for_lack_of_memory(cluste
 
 @pytest.mark.full
 def test_training_outlives_connections_that_are_closed_again_and_again(cluster: Cluster) -> None:
-    cluster.fill(steps=500)
+    cluster.fill(steps=800)
     cluster.contest()
     for _ in range(3):
         cluster.broker.control("close_all_connections", "the test closes it")
         made = cluster.steps_made()
-        until(lambda made=made: cluster.steps_made() >= made + 20, "somebody trains on")
+        enough = min(made + 20, sum(cluster.steps.values()))  # closing takes long on a busy machine
+        until(lambda enough=enough: cluster.steps_made() >= enough, "somebody trains on")
     cluster.finish_without_a_scratch()
 
 
