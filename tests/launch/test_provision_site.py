@@ -377,10 +377,22 @@ def test_addresses_of_brokers_are_read_as_people_write_them() -> None:
 
 
 def test_an_address_with_a_host_that_cannot_be_is_refused_without_its_password() -> None:
-    for url in ("amqp://u:secret@b1:x,b2/gpu", "amqp://u:secret@b1,,b2/gpu"):
+    for url in ("amqp://u:secret@b1:x,b2/gpu", "amqp://u:secret@b1,,b2/gpu", "amqp://u:secret@b1, b2/gpu"):
         with pytest.raises(Fault, match=r"bus is 'amqp://\.\.\.@b1") as refused:
             open_bus(url)
         assert ("secret" in str(refused.value), refused.value.code) == (False, exit_codes.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("amqp://h1:secret@h1,h2/gpu", "amqp://h1:***@h1,h2/gpu"),
+        ("amqp://h1@h1:5672,[fd00::3]:5673/h1?auth=external", "amqp://h1@h1:5672,[fd00::3]:5673/h1?auth=external"),
+        ("amqp://u:secret@h1/gpu", "amqp://u:***@h1/gpu"),
+    ],
+)
+def test_a_bus_tells_all_its_brokers_and_no_password(url: str, told: str) -> None:
+    assert AmqpBus(url).url == told
 
 
 def test_a_party_is_who_the_address_says_also_for_a_gateway_that_speaks_for_others() -> None:
