@@ -18,7 +18,6 @@ from datetime import datetime
 from ipaddress import ip_address
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from msgspec import Struct
 
@@ -26,6 +25,7 @@ from app_agent.control import Control
 from launch.client import open_client
 from launch.faults import Fault
 from launch.gpu_checks import Check, CheckVerdict
+from protocol.bus.address import split
 from protocol.bus.provision import broker_config
 from protocol.config import ConfigError
 from protocol.release import release
@@ -98,11 +98,7 @@ def checks(config: Path | None = None, ctl: Ctl | None = None) -> Iterator[Check
             policy = str(client.query("shares")["policy"])
     except Fault as fault:
         yield Check("daemons", "fail", fault.sentence, fault.next_step)
-    where = urlsplit(bus).hostname
-    if not bus or (where and is_here(where)):
-        yield from broker(participants, ctl or rabbitmqctl)
-    elif where:
-        yield _unknown_limits(f"the broker is on {where}")
+    yield from brokers(bus, participants, ctl or rabbitmqctl)
     yield from transport(bus)
     yield from fairness(config, policy)
 
@@ -193,6 +189,16 @@ def rabbitmqctl(*words: str) -> str:
     if done.returncode:
         raise Fault("the broker here does not answer this user's rabbitmqctl")
     return done.stdout
+
+
+def brokers(bus: str, participants: int, ctl: Ctl) -> Iterator[Check]:
+    """Check the broker of this host; say where they are if there is none."""
+    hosts = split(bus).hosts
+    if not bus or any(map(is_here, hosts)):
+        yield from broker(participants, ctl)
+    elif hosts:
+        where = f"the broker is on {hosts[0]}" if len(hosts) == 1 else f"the brokers are on {', '.join(hosts)}"
+        yield _unknown_limits(where)
 
 
 def broker(participants: int, ctl: Ctl) -> Iterator[Check]:
@@ -293,13 +299,14 @@ def _reachable(interface: str) -> bool:
 
 def transport(bus: str) -> Iterator[Check]:
     """Say whether this host's way to the broker is by TLS."""
-    url = urlsplit(bus)
-    if url.scheme == "amqps":
+    address = split(bus)
+    away = [host for host in address.hosts if _reachable(host)]
+    if address.scheme == "amqps://":
         yield Check("TLS", "ok", "this host speaks TLS with the broker")
-    elif url.scheme == "amqp" and not _reachable(url.hostname or "localhost"):
+    elif address.scheme == "amqp://" and not away:
         yield Check("TLS", "ok", "none, and none is needed: the broker is on this host")
-    elif url.scheme == "amqp":
-        found = f"messages and the password of this host cross the network in the clear to {url.hostname}"
+    elif address.scheme == "amqp://":
+        found = f"messages and the password of this host cross the network in the clear to {', '.join(away)}"
         yield Check("TLS", "note", found, "use amqps:// in the file that bus_file names")
     elif bus:
         yield Check("TLS", "ok", "none is needed: the bus is within one process")

@@ -56,6 +56,8 @@ SiteId = Annotated[str, Meta(max_length=64, pattern=r"^[a-z0-9-]*$")]
 WallClock = Annotated[float, Meta(ge=0, le=1e11)]
 #: Tells apart things that may bear the same name, such as two submissions under one id. Empty: not told.
 Token = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9_.-]*$")]
+#: What a daemon says of its program, which people read in a terminal. Empty: not told.
+Release = Annotated[str, Meta(max_length=64, pattern=r"^[A-Za-z0-9.+-]*\Z")]
 PartyId = Annotated[str, Meta(min_length=1, max_length=63, pattern=r"^[a-z0-9][a-z0-9-]*$")]
 Sentence = Annotated[str, Meta(max_length=8192)]
 Label = Annotated[str, Meta(max_length=256)]  #: a name that a person or a driver gave
@@ -432,7 +434,7 @@ class NodeReport(Struct, frozen=True, tag=True):
     address: Label = ""  #: its name or address, by which other nodes reach it; empty: it does not say
     beat_s: Seconds = 0.0  #: the beat that an arbiter told it; 0: none did
     plans_refused: Count = 0  #: since the node agent started: of other sites, or older than one that it has seen
-    release: Label = ""  #: of the node agent; empty: it does not say
+    release: Release = ""  #: of the node agent; empty: it does not say
 
 
 class LevelTerms(Struct, frozen=True, array_like=True):
@@ -517,7 +519,7 @@ class AppReport(Struct, frozen=True, tag=True):
     beat_s: Seconds = 0.0  #: the beat that an arbiter told its app agent; 0: none did
     standing: StandingValuation | None = None  #: None: it is to be asked
     wall_s: WallClock = 0.0
-    release: Label = ""  #: of the app agent; empty: it does not say
+    release: Release = ""  #: of the app agent; empty: it does not say
 
 
 class ProbeReply(Struct, frozen=True, tag=True):

@@ -15,6 +15,8 @@ command -v apt-get >/dev/null || give_up "there is no apt-get here."
 
 echo "Installing chromium for the tests in a browser ..." >&2
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq >&2 || give_up "apt-get update failed."
-apt-get install -y -qq --no-install-recommends chromium >&2 || give_up "apt-get install failed."
+# Where packages cannot be had, that is known soon.
+get() { apt-get -o Acquire::http::Timeout=15 -o Acquire::Retries=0 -qq "$@" >&2; }
+get update || give_up "apt-get update failed."
+get install -y --no-install-recommends chromium || give_up "apt-get install failed."
 command -v chromium >/dev/null || give_up "the package does not contain it."

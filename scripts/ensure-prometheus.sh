@@ -18,16 +18,22 @@ command -v apt-get >/dev/null || give_up "there is no apt-get here."
 # A policy of 101 keeps the package from starting its service, which would listen on all addresses.
 policy=/usr/sbin/policy-rc.d
 made_policy=
-if [ ! -e "$policy" ]; then
-    printf '#!/bin/sh\nexit 101\n' >"$policy"
-    chmod 755 "$policy"
-    made_policy=yes
-fi
-remove_policy() { [ -z "$made_policy" ] || rm -f "$policy"; }
+remove_policy() { [ -z "$made_policy" ] || rm -f "$policy" || :; }
+# A shell that a signal ends does not do what it is to do at its exit, unless it exits by itself.
 trap remove_policy EXIT
+trap 'exit 129' HUP
+trap 'exit 130' INT
+trap 'exit 143' TERM
+if [ ! -e "$policy" ]; then
+    made_policy=yes
+    { printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy"; } 2>/dev/null \
+        || give_up "$policy, which keeps its service from starting, cannot be written."
+fi
 
 echo "Installing prometheus for the tests of metrics and alert rules ..." >&2
 export DEBIAN_FRONTEND=noninteractive
-apt-get update -qq >&2 || give_up "apt-get update failed."
-apt-get install -y -qq --no-install-recommends prometheus >&2 || give_up "apt-get install failed."
+# Where packages cannot be had, that is known soon.
+get() { apt-get -o Acquire::http::Timeout=15 -o Acquire::Retries=0 -qq "$@" >&2; }
+get update || give_up "apt-get update failed."
+get install -y --no-install-recommends prometheus || give_up "apt-get install failed."
 here || give_up "the package does not contain it."

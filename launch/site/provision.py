@@ -157,14 +157,9 @@ def _merged(before: Record, wishes: Wishes) -> Record:
     def together(role: str, old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(each for each in {*old, *new} if f"{role}-{each}" not in gone))
 
-    hosts = {host.name: host for host in (*before.hosts, *wishes.hosts) if host.name not in gone}
-    if not hosts:
-        hosts = {"": read_host(socket.gethostname().partition(".")[0])}
-    if len(hosts) == 2:
-        raise usage("two brokers stand still as soon as one of them does", "name one in --hosts, or three")
     return replace(
         before,
-        hosts=tuple(hosts[name] for name in sorted(hosts)),
+        hosts=_merged_hosts(before, wishes),
         nodes=together("node", before.nodes, wishes.nodes),
         owners=together("app", before.owners, wishes.owners),
         gateways=together("gateway", before.gateways, wishes.gateways),
@@ -172,6 +167,24 @@ def _merged(before: Record, wishes: Wishes) -> Record:
         prefix=wishes.prefix or before.prefix,
         installed=wishes.installed or before.installed,
     )
+
+
+def _merged_hosts(before: Record, wishes: Wishes) -> tuple[Host, ...]:
+    """Return the hosts of brokers; this one if none was ever named. Raises `Fault` if there would be none, or two."""
+    hosts = {host.name: host for host in (*before.hosts, *wishes.hosts) if host.name not in wishes.removed}
+    if not hosts and before.hosts:
+        last = " and ".join(host.name for host in before.hosts)
+        raise usage(f"--remove: without {last} the site has no broker", "name another one in --hosts")
+    if not hosts:
+        return (read_host(socket.gethostname().partition(".")[0]),)
+    if len(hosts) == 2:
+        one, other = sorted(hosts)
+        known = [host.name for host in before.hosts if host.name in hosts]
+        mend = "name one in --hosts, or three"
+        if known:
+            mend = f"take one out, by --remove {known[0]}; or name a third in --hosts"
+        raise usage(f"two brokers, here {one} and {other}, stand still as soon as one of them does", mend)
+    return tuple(hosts[name] for name in sorted(hosts))
 
 
 class _Run:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 SITE = "site"
 #: Characters of a name in a certificate that is also one in DNS.
 NAME_MAX = 63
+#: How long a new certificate is good, and how long before its end it is made anew.
+DAYS, RENEW_DAYS = 365, 30
 
 
 def add(app: typer.Typer) -> None:
@@ -52,10 +54,13 @@ def provision(
     remove: Annotated[
         str, typer.Option(help="of `site`: broker users and hosts that are no more, such as app-bob")
     ] = "",
-    days: Annotated[int, typer.Option(min=1, help="of `site`: how long a new certificate is good")] = 365,
+    days: Annotated[
+        int | None, typer.Option(min=1, help="of `site`: how long a new certificate is good  [default: 365]")
+    ] = None,
     renew_days: Annotated[
-        int, typer.Option(min=0, help="of `site`: certificates that end within so many days are made anew")
-    ] = 30,
+        int | None,
+        typer.Option(min=0, help="of `site`: certificates that end within so many days are made anew  [default: 30]"),
+    ] = None,
     installed: Annotated[
         str, typer.Option(help="of `site`: where hosts keep the folders of parties  [default: /etc/gpu-arbiter/tls]")
     ] = "",
@@ -71,8 +76,10 @@ def provision(
     with answering(as_json=as_json):
         if party == SITE:
             site = _library()
-            if days <= renew_days:
-                raise usage(f"--days {days} is not more than --renew-days {renew_days}", "give it more days")
+            good = DAYS if days is None else days
+            renewed = RENEW_DAYS if renew_days is None else renew_days
+            if good <= renewed:
+                raise usage(f"--days {good} is not more than --renew-days {renewed}", "give it more days")
             if folder is None:
                 raise usage("`provision site` needs a folder for its files", "gpu-arbiter provision site FOLDER ...")
             wishes = site.Wishes(
@@ -84,14 +91,21 @@ def provision(
                 vhost=vhost,
                 prefix=prefix,
                 installed=installed,
-                days=days,
-                renew_days=renew_days,
+                days=good,
+                renew_days=renewed,
             )
             _tell(folder, site.provide(folder, wishes, datetime.now(UTC)), wishes, as_json=as_json)
             return
-        given = {"FOLDER": folder, "--nodes": nodes, "--owners": owners, "--gateways": gateways, "--hosts": hosts}
-        for name, value in (given | {"--remove": remove, "--installed": installed}).items():
-            if value:
+        given: dict[str, object] = {
+            "FOLDER": folder,
+            "--nodes": nodes,
+            "--owners": owners,
+            "--gateways": gateways,
+            "--hosts": hosts,
+        }
+        given |= {"--remove": remove, "--days": days, "--renew-days": renew_days, "--installed": installed}
+        for name, value in given.items():
+            if value not in (None, ""):
                 raise usage(f"{name} is of `provision site`, and this is `provision {party}`", "leave it out")
         say(broker_config() if party == "broker" else "\n".join(participants.commands(party, vhost or "gpu", prefix)))
 

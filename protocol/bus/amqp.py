@@ -17,7 +17,6 @@ Publishing goes to aiormq's channel, aio-pika's own lower layer, which halves th
 from __future__ import annotations
 
 import asyncio
-import re
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -43,6 +42,7 @@ from protocol.bus import (
     Outgoing,
     Unroutable,
 )
+from protocol.bus.address import split
 from protocol.messages import Party, Role
 from protocol.topology import QueueSpec, Route, Topology
 
@@ -523,14 +523,12 @@ class AmqpLink:
 
 def _addresses(url: str) -> tuple[URL, ...]:
     """Return the address of each broker that `url` names; raises ValueError if it is no URL."""
-    scheme, separator, rest = url.partition("://")
-    place = re.match(r"[^/?#]*", rest)
-    assert place is not None, "it may be empty"
-    credentials, at, hosts = place[0].rpartition("@")
-    after = rest[place.end() :]
-    if not all(hosts.split(",")):
+    address = split(url)
+    if not all(address.places):
         raise ValueError("a host has no name")
-    return tuple(URL(f"{scheme}{separator}{credentials}{at}{host}{after}") for host in hosts.split(","))
+    if any(letter.isspace() for place in address.places for letter in place):
+        raise ValueError("a space is among its hosts, which have commas alone between them")
+    return tuple(URL(replace(address, places=(place,)).text) for place in address.places)
 
 
 class AmqpBus:
@@ -561,10 +559,8 @@ class AmqpBus:
     @property
     def url(self) -> str:
         """The address without its password."""
-        first, *others = map(_without_password, self._addresses)
-        hosts = "".join(f",{each.host_port_subcomponent}" for each in others)
-        place = str(first.host_port_subcomponent)
-        return str(first).replace(place, place + hosts, 1) if others else str(first)
+        places = tuple(str(each.host_port_subcomponent) for each in self._addresses)
+        return replace(split(str(_without_password(self._addresses[0]))), places=places).text
 
     @property
     def private(self) -> bool:

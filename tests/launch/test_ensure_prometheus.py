@@ -1,4 +1,7 @@
-"""`make check` and `make full` see to Prometheus before the tests that need it; where it cannot be had, they say so."""
+"""`make check` and `make full` see to Prometheus before the tests that need it; where it cannot be had, they say so.
+
+So they do for RabbitMQ. Both packages would start a service, which a policy forbids for as long as they are installed.
+"""
 
 from __future__ import annotations
 
@@ -36,6 +39,69 @@ def test_where_it_cannot_be_installed_it_names_the_mend_and_does_not_fail(
     assert (done.returncode, done.stdout) == (0, "")
     assert why in done.stderr
     assert "sudo apt-get install --no-install-recommends prometheus" in done.stderr
+
+
+def installing(folder: Path, script: str, apt_get: str) -> subprocess.CompletedProcess[str]:
+    """Run a script for root, with another place for the policy, where apt-get is this text for the shell."""
+    programs = folder / "bin"
+    programs.mkdir()
+    for name in ("rm", "chmod"):
+        (programs / name).symlink_to(str(shutil.which(name)))
+    for name, text in {"id": "echo 0", "apt-get": apt_get}.items():
+        (programs / name).write_text(f"#!/bin/sh\n{text}\n")
+        (programs / name).chmod(0o755)
+    text = (ROOT / "scripts" / script).read_text()
+    assert text.count("/usr/sbin/policy-rc.d") == 1
+    text = text.replace("/usr/sbin/", f"{folder}/sbin/").replace("/usr/lib/rabbitmq/", f"{folder}/nothing/")
+    # The tests themselves may run where an interrupt is ignored.
+    env = (str(shutil.which("env")), "--default-signal", "/bin/sh", "-c", text)
+    return subprocess.run(env, env={"PATH": str(programs)}, capture_output=True, text=True, check=False)
+
+
+SERVICES = pytest.mark.parametrize("script", ["ensure-prometheus.sh", "ensure-rabbitmq.sh"])
+
+
+@SERVICES
+@pytest.mark.parametrize(("signal", "status"), [("HUP", 129), ("INT", 130), ("TERM", 143)])
+def test_a_policy_does_not_outlast_a_script_that_is_interrupted(
+    tmp_path: Path, script: str, signal: str, status: int
+) -> None:
+    policy = tmp_path / "sbin" / "policy-rc.d"
+    policy.parent.mkdir()
+    done = installing(tmp_path, script, f'[ -x "{policy}" ] && echo forbidden >&2; kill -{signal} $PPID')
+    assert "forbidden" in done.stderr, "the policy was there while apt-get ran"
+    assert done.returncode == status
+    assert not policy.exists()
+
+
+@SERVICES
+def test_a_policy_of_another_hand_stays(tmp_path: Path, script: str) -> None:
+    policy = tmp_path / "sbin" / "policy-rc.d"
+    policy.parent.mkdir()
+    policy.write_text("another's")
+    assert installing(tmp_path, script, "exit 100").returncode == 0
+    assert policy.read_text() == "another's"
+
+
+@SERVICES
+def test_where_the_policy_cannot_be_written_nothing_is_installed_and_the_target_goes_on(
+    tmp_path: Path, script: str
+) -> None:
+    done = installing(tmp_path, script, "echo asked >&2")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "policy-rc.d, which keeps its service from starting, cannot be written" in done.stderr
+    assert "asked" not in done.stderr
+
+
+@SERVICES
+def test_packages_that_cannot_be_had_are_not_waited_for(tmp_path: Path, script: str) -> None:
+    (tmp_path / "sbin").mkdir()
+    done = installing(tmp_path, script, 'echo "asked: $*" >&2; [ "$6" != install ]')
+    asked = [line for line in done.stderr.splitlines() if line.startswith("asked:")]
+    assert [line.split()[6] for line in asked] == ["update", "install"]
+    assert all("-o Acquire::http::Timeout=15 -o Acquire::Retries=0" in line for line in asked)
+    assert (done.returncode, "apt-get install failed" in done.stderr) == (0, True)
+    assert not (tmp_path / "sbin" / "policy-rc.d").exists()
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")

@@ -228,6 +228,30 @@ def test_one_broker_becomes_three(tmp_path: Path) -> None:
     assert "rabbit@b3" in (tmp_path / "brokers/b1/rabbitmq.conf").read_text()
 
 
+def test_this_host_is_the_broker_until_another_takes_its_place(tmp_path: Path) -> None:
+    here = provide(tmp_path, replace(SITE, hosts=()), NOW).hosts[0].name
+    before = texts(tmp_path)
+    with pytest.raises(Fault, match=f"two brokers, here {' and '.join(sorted((here, 'b1')))}, stand") as refused:
+        provide(tmp_path, Wishes(hosts=ONE), NOW)
+    assert f"--remove {here};" in str(refused.value.next_step)
+    assert texts(tmp_path) == before
+    outcome = provide(tmp_path, Wishes(hosts=ONE, removed=(here,)), NOW)
+    assert (outcome.hosts, "@10.0.0.1:5671/" in (tmp_path / "parties/node-n1/broker.url").read_text()) == (ONE, True)
+
+
+def test_a_site_keeps_a_broker_and_never_has_two(tmp_path: Path) -> None:
+    provide(tmp_path, replace(SITE, hosts=THREE), NOW)
+    before = texts(tmp_path)
+    for removed, says in [
+        (("b1", "b2", "b3"), "--remove: without b1 and b2 and b3 the site has no broker"),
+        (("b2",), "two brokers, here b1 and b3, stand still"),
+    ]:
+        with pytest.raises(Fault, match=says):
+            provide(tmp_path, Wishes(removed=removed), NOW)
+    assert texts(tmp_path) == before, "this host did not become a broker unasked"
+    assert provide(tmp_path, Wishes(removed=("b2", "b3")), NOW).hosts == ONE
+
+
 def test_who_is_removed_has_no_user_any_more_and_may_come_back(tmp_path: Path) -> None:
     provide(tmp_path, SITE, NOW)
     outcome = provide(tmp_path, Wishes(removed=("app-alice", "node-n2")), NOW)
@@ -352,11 +376,14 @@ def test_the_command_says_what_it_made_and_what_is_left_to_do(tmp_path: Path, ru
         (("site", "F", "--hosts", "b1.example.org"), "--hosts: 'b1.example.org' is no short host name"),
         (("site", "F", "--hosts", "b1=10.0.0.1:99999"), "names no address"),
         (("site", "F", "--hosts", "b1=a_b"), "names no address"),
-        (("site", "F", "--hosts", "b1,b2"), "two brokers stand still as soon as one of them does"),
+        (("site", "F", "--hosts", "b1,b2"), "two brokers, here b1 and b2, stand still as soon as one of them does"),
+        (("site", "F", "--hosts", "b1,b2"), "name one in --hosts, or three"),
         (("site", "F", "--days", "30"), "--days 30 is not more than --renew-days 30"),
         (("site", "F", "--remove", "arbiter"), "--remove: arbiter is no node, owner, gateway or broker"),
         (("arbiter", "F"), "FOLDER is of `provision site`"),
         (("broker", "--hosts", "b1"), "--hosts is of `provision site`"),
+        (("broker", "--days", "3"), "--days is of `provision site`"),
+        (("arbiter", "--renew-days", "0"), "--renew-days is of `provision site`"),
         (("sites",), "'sites' is no participant"),
     ],
 )
@@ -377,10 +404,22 @@ def test_addresses_of_brokers_are_read_as_people_write_them() -> None:
 
 
 def test_an_address_with_a_host_that_cannot_be_is_refused_without_its_password() -> None:
-    for url in ("amqp://u:secret@b1:x,b2/gpu", "amqp://u:secret@b1,,b2/gpu"):
+    for url in ("amqp://u:secret@b1:x,b2/gpu", "amqp://u:secret@b1,,b2/gpu", "amqp://u:secret@b1, b2/gpu"):
         with pytest.raises(Fault, match=r"bus is 'amqp://\.\.\.@b1") as refused:
             open_bus(url)
         assert ("secret" in str(refused.value), refused.value.code) == (False, exit_codes.USAGE)
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("amqp://h1:secret@h1,h2/gpu", "amqp://h1:***@h1,h2/gpu"),
+        ("amqp://h1@h1:5672,[fd00::3]:5673/h1?auth=external", "amqp://h1@h1:5672,[fd00::3]:5673/h1?auth=external"),
+        ("amqp://u:secret@h1/gpu", "amqp://u:***@h1/gpu"),
+    ],
+)
+def test_a_bus_tells_all_its_brokers_and_no_password(url: str, told: str) -> None:
+    assert AmqpBus(url).url == told
 
 
 def test_a_party_is_who_the_address_says_also_for_a_gateway_that_speaks_for_others() -> None:

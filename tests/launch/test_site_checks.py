@@ -151,11 +151,34 @@ def test_which_broker_is_on_this_host_is_known_by_its_address() -> None:
         ("amqp://app-ana:***@127.0.0.1:5672/gpu", "ok", "on this host"),
         ("amqp://app-ana:***@localhost/gpu", "ok", "on this host"),
         ("amqp://app-ana:***@broker:5672/gpu", "note", "in the clear to broker"),
+        ("amqp://app-ana:***@localhost:5672,b2:5672,b3/gpu", "note", "in the clear to b2, b3"),
+        ("amqps://app-ana@b1:5671,b2:5671/gpu", "ok", "speaks TLS"),
+        ("memory://", "ok", "within one process"),
     ],
 )
 def test_a_way_to_the_broker_without_tls_is_noted(bus: str, verdict: str, says: str) -> None:
     (check,) = site_checks.transport(bus)
     assert (check.verdict, says in check.found) == (verdict, True)
+
+
+@pytest.mark.parametrize(
+    ("bus", "name", "says"),
+    [
+        (
+            "amqps://app-ana@192.0.2.1,198.51.100.1:5671/gpu",
+            "broker limits",
+            "the brokers are on 192.0.2.1, 198.51.100.1",
+        ),
+        ("amqps://app-ana@192.0.2.1:5671/gpu", "broker limits", "the broker is on 192.0.2.1"),
+        ("amqps://app-ana@192.0.2.1:5671,127.0.0.1:5671/gpu", "broker version", "RabbitMQ 3.13.7"),
+        ("amqps://app-ana@127.0.0.1:5671,192.0.2.1:5671/gpu", "broker version", "RabbitMQ 3.13.7"),
+    ],
+)
+def test_a_broker_of_several_is_asked_if_any_is_on_this_host(bus: str, name: str, says: str) -> None:
+    def ctl(*words: str) -> str:
+        return json.dumps({"rabbitmq_version": "3.13.7"}) if words[0] == "status" else ""
+
+    assert says in found(site_checks.brokers(bus, 3, ctl))[name].found
 
 
 @pytest.mark.broker

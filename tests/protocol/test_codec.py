@@ -160,6 +160,19 @@ def test_a_number_that_is_not_finite_is_refused_wherever_it_stands(depth: str) -
         decode(msgpack.packb(raw))
 
 
+@pytest.mark.parametrize("kind", ["AppReport", "NodeReport"])
+@pytest.mark.parametrize("told", ["\x1b[2J0.9.0", "0.9.0\n", "0.9 0", "0" * 65])
+def test_a_release_that_a_terminal_would_obey_is_refused(kind: str, told: str) -> None:
+    sender, report = next(sample for sample in SAMPLES if type(sample[1]).__name__ == kind)
+    raw = msgpack.unpackb(frame(sender, report))
+    for good in ("", "1.0.0rc1.post2+g0ab-1"):
+        raw["body"]["release"] = good
+        decode(msgpack.packb(raw))
+    raw["body"]["release"] = told
+    with pytest.raises(WireError, match="release"):
+        decode(msgpack.packb(raw))
+
+
 @given(st.binary(max_size=300))
 def test_random_bytes_are_a_wire_error_and_nothing_else(data: bytes) -> None:
     with pytest.raises(WireError):

@@ -49,6 +49,7 @@ def source(site: ThreadSite) -> Counting:
     return Counting(Path(site.site.arbiter.state_dir, "ledger.db"), site.socket)
 
 
+@pytest.mark.clock
 def test_a_scrape_is_answered_in_time_and_its_failure_remembered(site: ThreadSite, source: Counting) -> None:
     browser = Browser(make_app(source))
     assert "gpu_arbiter_up 1.0" in browser.get("/metrics")[2]
