@@ -38,6 +38,8 @@ from launch.site.steps import (
     StateFolder,
     Step,
     Stopped,
+    is_written,
+    put_aside,
     write,
 )
 from node_agent.workers.records import Record
@@ -58,8 +60,10 @@ ARBITER, NODE, LAUNCHER = ("gpu-arbiter.service", "gpu-arbiter-node-agent.servic
 GATEWAY, APP = ("gpu-arbiter-gateway.service", "gpu-arbiter-app-agent@.service")
 LAUNCHER_SOCKET = "/run/gpu-arbiter-launcher/launcher.sock"
 GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
+PROFILE_TEXT = f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n"
 #: A node agent beside a launcher is not the user that trains.
 LAUNCHER_DROP_IN = f"{UNITS}/{NODE}.d/launcher.conf"
+LAUNCHER_USER = "[Service]\nUser=gpu-node\nGroup=gpu-node\n"
 #: What a role also brings, for an admin who wants the web page, with an app agent to ask through; it is not started.
 UNSTARTED = {"arbiter": ("gpu-arbiter-web.service", APP)}
 #: State folders, and what within them belongs to users.
@@ -206,13 +210,13 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
         if wish.address and each.address:
             yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600)
     if wish.role == "login" and not wish.owner:
-        yield File(PROFILE, f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n")
+        yield File(PROFILE, PROFILE_TEXT)
     units = shipped.units(wish.program)
     for file in (*(each.file for each in daemons), *UNSTARTED.get(wish.role, ())):
         packaged = tuple(f"{folder}/{file}" for folder in PACKAGED_UNITS)
         yield File(f"{UNITS}/{file}", units[file], elsewhere=packaged, replaces=True)
     if wish.launcher:
-        yield File(LAUNCHER_DROP_IN, "[Service]\nUser=gpu-node\nGroup=gpu-node\n", replaces=True)
+        yield File(LAUNCHER_DROP_IN, LAUNCHER_USER, replaces=True)
     if host.live:
         yield Reloaded(tuple(each.unit for each in daemons))
     driver = [DRIVER_UNIT] if wish.role == "node" and _has_unit(host, DRIVER_UNIT) else []
@@ -426,7 +430,7 @@ def removal(host: Host, *, purge: bool) -> list[Step]:
 
 def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
     yield from (Stopped(unit) for unit in host.units("gpu-arbiter*.service") if _file_of(unit) in shipped.units())
-    yield from (Absent(path) for path in _made(host))
+    yield from _made(host, purge=purge)
     busy = bool(training(host))
     if host.live:
         yield from (Absent(path) for path in ("/run/gpu-arbiter-node",) if Path(path).exists() and not busy)
@@ -447,14 +451,36 @@ def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
 
 def _is_ours_alone(path: Path) -> bool:
     """Whether a folder has nothing but the drop-in of `install`, with which it goes."""
-    return path.is_dir() and [each.name for each in path.iterdir()] == [Path(LAUNCHER_DROP_IN).name]
+    ours = path / Path(LAUNCHER_DROP_IN).name
+    alone = path.is_dir() and list(path.iterdir()) == [ours]
+    return alone and ours.is_file() and not ours.is_symlink() and is_written(ours, LAUNCHER_USER)
 
 
-def _made(host: Host) -> list[str]:
-    """Return the files that `install` or `units` made and that are there, besides configuration and state."""
-    units = [f"{UNITS}/{name}" for name in shipped.units()]
-    made = [*units, *(f"{path}.old" for path in units), LAUNCHER_DROP_IN, SYSUSERS, TMPFILES, PROFILE, BROKER_CONFIG]
-    return [path for path in made if host.at(path).exists()]
+def _made(host: Host, *, purge: bool) -> Iterator[Step]:
+    """Yield the files that `install` or `units` makes besides configuration and state; an admin's own text stays."""
+    units = {f"{UNITS}/{name}": text for name, text in shipped.units().items()}
+    for path, text in {**units, **_texts()}.items():
+        place = host.at(path)
+        if place.is_symlink():
+            yield Kept(path, f"it is a link to {place.readlink()}")
+        elif place.is_file() and is_written(place, text):
+            yield Absent(path)
+        elif place.exists() and not (purge and path == LAUNCHER_DROP_IN):  # that goes with its folder
+            yield Kept(path, "it is not as `install` writes it: it is yours, or of an earlier version")
+        for name in (each.name for each in put_aside(place)):
+            aside = str(Path(path).with_name(name))
+            yield Absent(aside) if purge else Kept(aside, "`install` has put it aside, and --purge removes it")
+
+
+def _texts() -> dict[str, str]:
+    """Return the texts of the files of `install` that are neither units nor configuration, by path."""
+    return {
+        LAUNCHER_DROP_IN: LAUNCHER_USER,
+        SYSUSERS: shipped.file("sysusers.conf"),
+        TMPFILES: shipped.file("tmpfiles.conf"),
+        PROFILE: PROFILE_TEXT,
+        BROKER_CONFIG: broker_config(),
+    }
 
 
 def left_after(host: Host) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -25,6 +26,8 @@ UNITS = "/etc/systemd/system"
 PACKAGED_UNITS = ("/usr/lib/systemd/system", "/lib/systemd/system")
 #: No program that is run here takes so long but one that waits for a daemon to be ready.
 PROGRAM_S = 120.0
+#: What a unit says of the environment whose daemon it starts.
+_PROGRAM = re.compile(r"(?<=^ExecStart=)/\S*(?=/gpu-arbiter )", re.MULTILINE)
 
 
 class Look(Struct, frozen=True):
@@ -173,6 +176,18 @@ def write(path: Path, text: str, mode: int, owner: tuple[int, int] = (0, 0)) -> 
         os.fchmod(file.fileno(), mode)
         os.fchown(file.fileno(), *owner)
     beside.replace(path)
+
+
+def is_written(path: Path, text: str) -> bool:
+    """Whether a file has a text as an installation writes it. Units of another environment start another program."""
+    found = path.read_text(encoding="utf-8", errors="replace")
+    return _PROGRAM.sub("", found) == _PROGRAM.sub("", text)
+
+
+def put_aside(path: Path) -> list[Path]:
+    """Return the files beside a path that an installation has put aside."""
+    named = re.compile(re.escape(f"{path.name}.old") + r"([.]\d+)?")
+    return sorted(each for each in path.parent.glob(f"{path.name}.old*") if named.fullmatch(each.name))
 
 
 # --- what there must be -----------------------------------------------------------------------------------------------
@@ -423,8 +438,12 @@ class Stopped(Struct, frozen=True):
         return Look("remove", f"systemctl disable{' --now' if host.live else ''}")
 
     def do(self, host: Host) -> None:
-        """Stop and disable it."""
+        """Stop and disable it. systemctl also removes a link to a unit elsewhere, which is the admin's."""
+        file = host.at(f"{UNITS}/{re.sub('@.*[.]', '@.', self.unit)}")
+        link = file.readlink() if file.is_symlink() else None
         done = host.systemctl("disable", *(["--now"] if host.live else []), self.unit)
+        if link is not None and not file.is_symlink():
+            file.symlink_to(link)
         if done.returncode:
             raise Fault(f"`systemctl disable {self.unit}` failed: {' '.join(done.stderr.split())}")
 

@@ -33,6 +33,8 @@ as_root = pytest.mark.skipif(
 )
 needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl is not on this host")
 ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
+#: What an installation writes besides units and configuration.
+WRITTEN = (roles.LAUNCHER_DROP_IN, roles.SYSUSERS, roles.TMPFILES, roles.PROFILE, roles.BROKER_CONFIG)
 ADDRESS = "amqp://someone:secret@broker:5672/gpu"
 
 
@@ -320,7 +322,7 @@ def whole(root: Path) -> Path:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
-    own = write(root / "etc/systemd/system/gpu-arbiter-web.service", "[Install]\nWantedBy=multi-user.target\n")
+    own = write(root / "etc/systemd/system/gpu-arbiter-mine.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
     for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
         write(root / "var/lib" / name, name)
@@ -338,9 +340,9 @@ def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_use
     mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
     assert set(mine) == {
         "etc/systemd/system/gpu-arbiter.service.d/override.conf",
-        "etc/systemd/system/gpu-arbiter-web.service",
+        "etc/systemd/system/gpu-arbiter-mine.service",
     }
-    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-web.service"]
+    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-mine.service"]
     assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
     assert {name for name in left if name.startswith(("var/lib", "home"))} == {
         "var/lib/gpu-arbiter/ledger.db",
@@ -359,7 +361,7 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
     assert files(whole).keys() - accounts == {
         "lib/systemd/system/rabbitmq-server.service",
-        "etc/systemd/system/gpu-arbiter-web.service",
+        "etc/systemd/system/gpu-arbiter-mine.service",
         "var/lib/gpu-arbiter-node/logs/a.log",
         "var/lib/gpu-train/cache",
         "home/alice/checkpoints/run/a-1.0/step-5",
@@ -367,6 +369,52 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     told, noted = run("uninstall", "--root", whole, "--purge")
     assert set(acts(told).values()) == {"keep"}
     assert noted.startswith("nothing is left to do")
+
+
+@as_root
+@pytest.mark.parametrize("purge", [(), ("--purge",)], ids=["without purge", "with purge"])
+@pytest.mark.parametrize("name", [path.lstrip("/") for path in (*WRITTEN, "/etc/systemd/system/gpu-arbiter.service")])
+def test_what_an_admin_has_edited_is_left(whole: Path, name: str, purge: tuple[str, ...]) -> None:
+    write(whole / roles.TMPFILES.lstrip("/"), shipped.file("tmpfiles.conf"))  # of a node without a launcher
+    mine = (whole / name).read_text() + "# mine\n"
+    (whole / name).write_text(mine)
+    told, _ = run("uninstall", "--root", whole, *purge)
+    if purge and name == roles.LAUNCHER_DROP_IN.lstrip("/"):
+        assert not (whole / name).parent.exists(), "settings of units are configuration"
+        return
+    assert f"keep    /{name}: it is not as `install` writes it" in told
+    assert (whole / name).read_text() == mine
+    gone = {path.lstrip("/") for path in WRITTEN} - {name}
+    assert not any((whole / each).exists() for each in gone)
+
+
+@as_root
+def test_what_was_put_aside_goes_with_purge_only(root: Path) -> None:
+    unit = write(root / "etc/systemd/system/gpu-arbiter.service", "[Service]\nExecStart=/bin/old\n")
+    other = write(root / "etc/systemd/system/gpu-arbiter.service.older", "")
+    run("install", "arbiter", "--root", root)
+    old = unit.with_name("gpu-arbiter.service.old")
+    told, _ = run("uninstall", "--root", root)
+    assert acts(told)[f"/etc/systemd/system/{old.name}"] == "keep"
+    assert (old.read_text(), unit.exists()) == ("[Service]\nExecStart=/bin/old\n", False)
+    run("uninstall", "--root", root, "--purge")
+    assert (old.exists(), other.exists()) == (False, True)
+
+
+@as_root
+@pytest.mark.parametrize("target", ["/dev/null", "/srv/units/gpu-arbiter.service"])
+def test_a_unit_that_is_a_link_of_the_admins_stays(root: Path, target: str) -> None:
+    write(root / "srv/units/gpu-arbiter.service", "[Service]\nExecStart=/bin/true\n[Install]\nWantedBy=a.target\n")
+    unit = root / "etc/systemd/system/gpu-arbiter.service"
+    wanted = unit.parent / "a.target.wants/gpu-arbiter.service"
+    wanted.parent.mkdir(parents=True)
+    for link in (unit, wanted):
+        link.symlink_to(target)
+    for purge in ((), ("--purge",)):
+        told, _ = run("uninstall", "--root", root, *purge)
+        assert f"keep    /etc/systemd/system/gpu-arbiter.service: it is a link to {target}" in told
+        assert str(unit.readlink()) == target
+    assert wanted.is_symlink() == (target == "/dev/null"), "systemctl leaves what is masked as it is"
 
 
 @as_root
