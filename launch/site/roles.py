@@ -6,6 +6,7 @@ does.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shlex
@@ -310,7 +311,7 @@ def _broker(wish: Wish, host: Host) -> Iterator[Step]:
         yield VirtualHost(wish.vhost)
         for user in wish.parties:
             lines = tuple(participants.commands(user, wish.vhost))
-            yield Participant(user, lines, f"{wish.broker_host}:5672/{quote(wish.vhost, safe='')}")
+            yield Participant(user, lines, wish.vhost, f"{wish.broker_host}:5672/{quote(wish.vhost, safe='')}")
 
 
 def _has_lines(host: Host) -> str:
@@ -368,6 +369,7 @@ class Participant(Struct, frozen=True):
 
     user: str
     commands: tuple[str, ...]
+    vhost: str
     place: str  #: host, port and virtual host
 
     @property
@@ -380,18 +382,38 @@ class Participant(Struct, frozen=True):
         found = _on_the_broker(host, before, "list_users", self.user)
         if found.act == "make" and not found.why:
             return Look("make", f"with its address in {self._file}")
+        if found.act == "keep" and self._lacks_rights(host):
+            return Look("change", "it has not got all of its rights")
         if found.act == "keep" and not host.at(self._file).exists():
             return Look("keep", f"its password is not known here: rabbitmqctl change_password {self.user} sets another")
         return found
 
+    def _lacks_rights(self, host: Host) -> bool:
+        """Whether the broker has not got all of its rights, as where an installation was cut short.
+
+        Rights that an admin has changed are rights. The limits are set before them.
+        """
+        wanted = [shlex.split(line) for line in self.commands]
+        topics = {words[5] for words in wanted if words[1] == "set_topic_permissions"}
+        return not (
+            self._rights(host, "list_user_permissions", "vhost")
+            and topics <= self._rights(host, "list_user_topic_permissions", "exchange")
+        )
+
+    def _rights(self, host: Host, kind: str, field: str) -> set[str]:
+        """Return a field of what the broker lists of its rights in the virtual host."""
+        listed = host.do("rabbitmqctl", "--quiet", "--formatter", "json", kind, self.user)
+        return {str(row[field]) for row in json.loads(listed) if row["vhost"] == self.vhost}
+
     def do(self, host: Host) -> None:
-        """Make it, with a password that is in the file only."""
-        if self.user in (_listed(host, "list_users") or ()):
-            return
-        password = secrets.token_urlsafe(24)
-        write(host.at(self._file), f"amqp://{self.user}:{password}@{self.place}\n", 0o600)
+        """Make it, with a password that is in the file only; give it its rights if it has not got them."""
         add, *rights = map(shlex.split, self.commands)
-        host.do(*add, text=f"{password}\n")
+        if self.user not in (_listed(host, "list_users") or ()):
+            password = secrets.token_urlsafe(24)
+            write(host.at(self._file), f"amqp://{self.user}:{password}@{self.place}\n", 0o600)
+            host.do(*add, text=f"{password}\n")
+        elif not self._lacks_rights(host):
+            return
         for line in rights:
             host.do(*line)
 

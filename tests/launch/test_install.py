@@ -8,9 +8,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ import app_agent.gateway
 import arbiter.config
 import node_agent.config
 import node_agent.launcher.config
-from launch import cli
+from launch import cli, participants
 from launch.site import roles, shipped
-from launch.site.steps import Host, plan
+from launch.site.steps import Host, Look, plan
 from protocol.bus.provision import broker_config
+from tests.support import rabbitmq
 
 MISSING = [name for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles") if shutil.which(name) is None]
 #: Files get owners, and accounts are made.
@@ -310,6 +312,35 @@ def test_the_document_names_each_step(root: Path) -> None:
         0,
         sum(step["act"] == "remove" for step in gone["steps"]),
     )
+
+
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[rabbitmq.PrivateRabbitMQ]:
+    """A broker of its own, which `rabbitmqctl` of this test asks."""
+    with rabbitmq.PrivateRabbitMQ() as broker:
+        for name, value in broker.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", f"{rabbitmq.CONTROL.parent}:{os.environ['PATH']}")
+        yield broker
+
+
+@as_root
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed")
+def test_a_broker_user_whose_making_was_cut_short_gets_its_rights(root: Path, broker: rabbitmq.PrivateRabbitMQ) -> None:
+    host = Host(root)
+    address = write(root / roles.ADDRESSES.lstrip("/") / "arbiter.url", ADDRESS)
+    lines = participants.commands("arbiter", "/")
+    step = roles.Participant("arbiter", tuple(lines), "/", "broker:5672/%2F")
+    broker.control("add_user", "arbiter", "secret")
+    assert step.look(host, []) == Look("change", "it has not got all of its rights")
+    broker.control(*shlex.split(lines[2])[1:])
+    assert step.look(host, []).act == "change", "those for topics are missing"
+    step.do(host)
+    assert step.look(host, []) == Look("keep")
+    assert "max-connections" in broker.control("list_user_limits", "--user", "arbiter")
+    assert address.read_text() == ADDRESS, "its password is not another"
 
 
 # --- uninstall --------------------------------------------------------------------------------------------------------
