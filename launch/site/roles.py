@@ -137,6 +137,7 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
         return [Daemon(ARBITER, "arbiter", "arbiter.toml", text, "arbiter.url")]
     if wish.role == "node":
         name = _id_on(host, "node.toml", "node", wish)
+        _demand_launcher_as_installed(wish, host)
         text = shipped.node(name, LAUNCHER_SOCKET if wish.launcher else "")
         node = Daemon(NODE, f"node-{name}", "node.toml", text, "node.url")
         launcher = Daemon(LAUNCHER, configuration="launcher.toml", text=shipped.file("launcher.toml"))
@@ -163,6 +164,23 @@ def _id_on(host: Host, configuration: str, field: str, wish: Wish) -> str:
         )
     named = known or wish.id or wish.host_name.partition(".")[0].lower()
     return participants.checked_id("node", named, "--id")
+
+
+def _demand_launcher_as_installed(wish: Wish, host: Host) -> None:
+    """Raise `Fault` if the node's configuration, which is kept, says otherwise of a launcher."""
+    file = f"{ETC}/node.toml"
+    known = setting(host.at(file), "launcher")
+    if not host.at(file).exists() or bool(known) == wish.launcher:
+        return
+    if wish.launcher:
+        raise usage(
+            f"--launcher is given, and {file} says launcher = {known!r}",
+            f'write launcher = "{LAUNCHER_SOCKET}" there, or leave out --launcher',
+        )
+    raise usage(
+        f"--launcher is not given, and {file} says launcher = {known!r}",
+        'add --launcher; or write launcher = "" there, and remove the launcher with `gpu-arbiter uninstall`',
+    )
 
 
 def setting(path: Path, field: str) -> str:

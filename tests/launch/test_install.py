@@ -281,6 +281,24 @@ def test_an_id_that_differs_from_the_installed_one_is_named(root: Path) -> None:
     assert acts(told)["file /etc/gpu-arbiter/node.toml"] == "keep"
 
 
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("setting", "words", "says"),
+    [
+        ("", ("--launcher",), "--launcher is given, and /etc/gpu-arbiter/node.toml says launcher = ''"),
+        (f'launcher = "{roles.LAUNCHER_SOCKET}"', (), "--launcher is not given, and /etc/gpu-arbiter/node.toml says"),
+    ],
+    ids=["without a launcher", "with a launcher"],
+)
+def test_a_node_is_not_installed_otherwise_than_its_configuration_says(
+    root: Path, setting: str, words: tuple[str, ...], says: str
+) -> None:
+    config = write(root / "etc/gpu-arbiter/node.toml", f'node = "n1"\ngpus = "nvml"\n{setting}\n')
+    assert says in run("install", "node", *words, "--root", root, "--dry-run", code=2)[1]
+    config.write_text(config.read_text().replace(setting, "") if setting else f'launcher = "{roles.LAUNCHER_SOCKET}"\n')
+    run("install", "node", *words, "--root", root, "--dry-run")
+
+
 def test_who_is_not_root_may_only_look(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     for verb in (("install", "arbiter"), ("uninstall",)):
