@@ -6,6 +6,7 @@ Only paths below the host's root folder are looked at and written.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
 import re
@@ -190,6 +191,12 @@ def put_aside(path: Path) -> list[Path]:
     return sorted(each for each in path.parent.glob(f"{path.name}.old*") if named.fullmatch(each.name))
 
 
+def _free(path: Path) -> Path:
+    """Return a name beside a path under which it can be put aside."""
+    names = itertools.chain([f"{path.name}.old"], (f"{path.name}.old.{count}" for count in itertools.count(1)))
+    return next(each for each in map(path.with_name, names) if not os.path.lexists(each))
+
+
 # --- what there must be -----------------------------------------------------------------------------------------------
 
 
@@ -223,7 +230,7 @@ class File(Struct, frozen=True):
     """A file of root's that is written once: what is there stays, but is closed if it is open wider than `mode`.
 
     It need not be there where one of `elsewhere` is, which a package has brought. A file with `replaces` is not the
-    admin's own: another text is put aside as ``NAME.old``.
+    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``.
     """
 
     path: str
@@ -246,16 +253,19 @@ class File(Struct, frozen=True):
         if packaged:
             return Look("keep", f"it is yours, in place of {packaged}" if path.exists() else f"there is {packaged}")
         if path.is_file() and self._is_another(path):
-            return Look("change", f"it has another text, which is kept as {path.name}.old")
+            aside = "" if is_written(path, self.text) else f", which is kept as {_free(path).name}"
+            return Look("change", f"it has another text{aside}")
         return _compared(path, self.mode)
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
         path = host.at(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and self._is_another(path):
-            path.replace(path.with_name(f"{path.name}.old"))
-        if path.exists():
+        another = path.exists() and self._is_another(path)
+        if another and not is_written(path, self.text):
+            _close(path, self.mode)
+            path.replace(_free(path))
+        if path.exists() and not another:
             _close(path, self.mode)
         else:
             write(path, self.text, self.mode)

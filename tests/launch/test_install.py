@@ -213,6 +213,33 @@ def test_a_unit_of_another_version_is_replaced_and_kept_beside(root: Path) -> No
 
 
 @as_root
+def test_what_was_put_aside_before_is_not_overwritten(root: Path) -> None:
+    unit = root / "etc/systemd/system/gpu-arbiter.service"
+    for name in ("old", "old.1", "old.2"):
+        write(unit, name)
+        told, _ = run("install", "arbiter", "--root", root)
+        assert (
+            f"change  file /etc/systemd/system/{unit.name}: it has another text, which is kept as {unit.name}.{name}"
+            in told
+        )
+    for name in ("old", "old.1", "old.2"):
+        assert unit.with_name(f"{unit.name}.{name}").read_text() == name
+    told, _ = run("uninstall", "--root", root, "--purge")
+    assert list(unit.parent.glob("gpu-arbiter.service*")) == []
+
+
+@as_root
+def test_a_unit_of_another_environment_is_not_put_aside(root: Path, program: Path) -> None:
+    unit = write(
+        root / "etc/systemd/system/gpu-arbiter.service", shipped.units("/srv/old/gpu-arbiter")["gpu-arbiter.service"]
+    )
+    told, _ = run("install", "arbiter", "--root", root)
+    assert acts(told)["file /etc/systemd/system/gpu-arbiter.service"] == "change"
+    assert unit.read_text() == shipped.units(str(program))["gpu-arbiter.service"]
+    assert list(unit.parent.glob("*.old*")) == []
+
+
+@as_root
 def test_what_is_a_link_is_left_alone_as_a_unit_that_is_masked(root: Path) -> None:
     elsewhere = write(root / "elsewhere", "mine")
     elsewhere.chmod(0o666)
