@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 from msgspec import Struct
 
@@ -81,9 +81,9 @@ TRAINING_HOME = "/var/lib/gpu-train"
 class Wish(Struct, frozen=True):
     """What an admin asks for on one host.
 
-    A node or a gateway is named by `id`, or else by its host. `address` is the broker's, with its password. `parties`
-    are the broker users that the broker's host makes, who reach it at `broker_host`. `program` is the command that the
-    units start.
+    A node or a gateway is named by `id`, or else by its host. `address` is the broker's, with its password; with
+    `replaces_address` it takes the place of another. `parties` are the broker users that the broker's host makes, who
+    reach it at `broker_host`. `program` is the command that the units start.
     """
 
     role: Role
@@ -93,6 +93,7 @@ class Wish(Struct, frozen=True):
     launcher: bool = False
     start: bool = False
     address: str = ""
+    replaces_address: bool = False
     parties: tuple[str, ...] = ()
     vhost: str = "gpu"
     broker_host: str = ""
@@ -208,6 +209,7 @@ def steps_of(wish: Wish, host: Host) -> list[Step]:
     if wish.role == "broker":
         return list(_broker(wish, host))
     daemons = daemons_of(wish, host)
+    _demand_own_address(daemons, wish)
     if wish.start:
         _demand_addresses(daemons, wish, host)
     return list(_site_role(daemons, wish, host))
@@ -227,7 +229,7 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
     for each in daemons:
         yield File(f"{ETC}/{each.configuration}", each.text)
         if wish.address and each.address:
-            yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600)
+            yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600, replaces=wish.replaces_address)
     if wish.role == "login" and not wish.owner:
         yield File(PROFILE, PROFILE_TEXT)
     units = shipped.units(wish.program)
@@ -256,6 +258,18 @@ def writes_units(steps: Sequence[Step], host: Host) -> bool:
     """Whether some unit is not a package's."""
     files = (each for each in steps if isinstance(each, File) and each.path.endswith(".service"))
     return any(not any(host.at(place).is_file() for place in each.elsewhere) for each in files)
+
+
+def _demand_own_address(daemons: Sequence[Daemon], wish: Wish) -> None:
+    """Raise `Fault` if the address is for another user of the broker than the daemon's."""
+    user = unquote(urlsplit(wish.address).username or "")
+    for each in daemons:
+        if wish.address and each.address and user != each.user:
+            raise usage(
+                f"--bus-file: its address is for {f'the user {user}' if user else 'no user'} of the broker, and "
+                f"{each.unit} is {each.user}",
+                f"name the file with the address of {each.user}",
+            )
 
 
 def _demand_addresses(daemons: Sequence[Daemon], wish: Wish, host: Host) -> None:

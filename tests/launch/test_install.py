@@ -37,7 +37,7 @@ needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl i
 ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
 #: What an installation writes besides units and configuration.
 WRITTEN = (roles.LAUNCHER_DROP_IN, roles.SYSUSERS, roles.TMPFILES, roles.PROFILE, roles.BROKER_CONFIG)
-ADDRESS = "amqp://someone:secret@broker:5672/gpu"
+ADDRESS = "amqp://arbiter:secret@broker:5672/gpu"
 
 
 @pytest.fixture(autouse=True)
@@ -157,8 +157,8 @@ def test_nothing_of_the_admins_is_overwritten(root: Path) -> None:
     }
     for name, text in mine.items():
         write(root / "etc/gpu-arbiter" / name, text)
-    address = write(root / "address", ADDRESS)
-    told, _ = run("install", "arbiter", "--root", root, "--bus-file", address)
+    write(root / "etc/gpu-arbiter/broker/arbiter.url", ADDRESS)
+    told, _ = run("install", "arbiter", "--root", root)
     assert {name: (root / "etc/gpu-arbiter" / name).read_text() for name in mine} == mine
     assert acts(told)["file /etc/gpu-arbiter/arbiter.toml"] == "keep"
 
@@ -176,10 +176,48 @@ def test_the_brokers_address_is_for_root_alone_also_where_it_was_open(root: Path
 
 
 @as_root
+def test_an_address_that_is_given_replaces_another(root: Path) -> None:
+    old = write(root / "etc/gpu-arbiter/arbiter.url", "amqp://arbiter:old@broker\n")
+    given = write(root / "address", ADDRESS)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", given)
+    assert acts(told)["file /etc/gpu-arbiter/arbiter.url"] == "change"
+    assert (old.read_text(), old.stat().st_mode & 0o777) == (f"{ADDRESS}\n", 0o600)
+    aside = old.with_name("arbiter.url.old")
+    assert (aside.read_text(), aside.stat().st_mode & 0o777) == ("amqp://arbiter:old@broker\n", 0o600)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", given)
+    assert set(acts(told).values()) == {"keep"}
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        (ADDRESS, "its address is for the user arbiter of the broker, and gpu-arbiter-node-agent.service is node-n1"),
+        ("amqps://broker:5671/gpu", "its address is for no user of the broker, and "),
+    ],
+)
+def test_an_address_of_another_participant_is_refused(root: Path, address: str, says: str) -> None:
+    words = (
+        "install",
+        "node",
+        "--id",
+        "n1",
+        "--root",
+        root,
+        "--dry-run",
+        "--bus-file",
+        write(root / "address", address),
+    )
+    assert f"--bus-file: {says}" in run(*words, code=2)[1]
+    (root / "address").write_text("amqps://node-n1@b1:5671,b2:5671/gpu?cafile=x")
+    run(*words)
+
+
+@as_root
 def test_the_address_that_the_brokers_host_made_is_taken_there(root: Path) -> None:
-    write(root / "etc/gpu-arbiter/broker/node-n1.url", f"{ADDRESS}\n")
+    made = write(root / "etc/gpu-arbiter/broker/node-n1.url", "amqp://node-n1:secret@broker:5672/gpu\n")
     _, noted = run("install", "node", "--id", "n1", "--root", root)
-    assert (root / "etc/gpu-arbiter/node.url").read_text() == f"{ADDRESS}\n"
+    assert (root / "etc/gpu-arbiter/node.url").read_text() == made.read_text()
     assert "PASSWORD" not in noted
     _, noted = run("install", "arbiter", "--root", root)
     assert "/etc/gpu-arbiter/arbiter.url <<< 'amqp://arbiter:PASSWORD@" in noted
@@ -304,7 +342,7 @@ def test_an_id_that_differs_from_the_installed_one_is_named(root: Path) -> None:
         "--id is n2, and /etc/gpu-arbiter/node.toml says node = 'n1'"
         in run("install", "node", "--id", "n2", "--root", root, "--dry-run", code=2)[1]
     )
-    told, _ = run("install", "node", "--root", root, "--dry-run", "--bus-file", write(root / "address", ADDRESS))
+    told, _ = run("install", "node", "--root", root, "--dry-run")
     assert acts(told)["file /etc/gpu-arbiter/node.toml"] == "keep"
 
 
