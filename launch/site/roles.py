@@ -350,7 +350,7 @@ def _has_lines(host: Host) -> str:
     """Return the main configuration of the broker if an admin has put the lines there; else nothing."""
     main = "/etc/rabbitmq/rabbitmq.conf"
     try:
-        there = _settings(host.at(main).read_text(encoding="utf-8"))
+        there = _settings(host.at(main).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
     return main if _settings(broker_config()).items() <= there.items() else ""

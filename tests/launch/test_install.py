@@ -307,6 +307,9 @@ def test_lines_that_an_admin_has_put_into_the_brokers_own_file_are_enough(root: 
     main = write(root / "etc/rabbitmq/rabbitmq.conf", f"listeners.tcp.1 = 5672\n{broker_config()}")
     told, _ = run("install", "broker", "--root", root, "--dry-run")
     assert "keep    /etc/rabbitmq/rabbitmq.conf: it has the lines" in told
+    main.write_bytes("# f\u00fcr alle\n".encode("latin-1") + main.read_bytes())
+    assert run("install", "broker", "--root", root, "--dry-run")[0] == told
+    main.write_text(main.read_text(encoding="latin-1"))
     main.write_text(main.read_text().replace("heartbeat = 10", "heartbeat = 60"))
     told, _ = run("install", "broker", "--root", root, "--dry-run")
     assert acts(told)["file /etc/rabbitmq/conf.d/90-gpu-arbiter.conf"] == "make"
