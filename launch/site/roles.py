@@ -477,6 +477,14 @@ def demand_no_training(host: Host) -> None:
         )
 
 
+def _may_train(host: Host) -> bool:
+    """Whether training runs here, or cannot be looked for, as the node's configuration is damaged."""
+    try:
+        return bool(training(host))
+    except Fault:
+        return True
+
+
 def removal(host: Host, *, purge: bool) -> list[Step]:
     """Return what is to be removed of all roles; with `purge` state and configuration, too."""
     return list(_removal(host, purge=purge))
@@ -485,7 +493,7 @@ def removal(host: Host, *, purge: bool) -> list[Step]:
 def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
     yield from (Stopped(unit) for unit in host.units("gpu-arbiter*.service") if _file_of(unit) in shipped.units())
     yield from _made(host, purge=purge)
-    busy = bool(training(host))
+    busy = _may_train(host)
     if host.live:
         yield from (Absent(path) for path in ("/run/gpu-arbiter-node",) if Path(path).exists() and not busy)
     drop_ins = {f"/{path.relative_to(host.root)}" for path in host.at(UNITS).glob("gpu-arbiter*.service.d")}

@@ -561,6 +561,16 @@ def test_it_refuses_while_training_runs_here_unless_it_is_forced(root: Path, sta
     run("uninstall", "--root", root)  # the task is over
 
 
+@as_root
+def test_a_damaged_configuration_of_a_node_holds_no_forced_removal_up(root: Path) -> None:
+    run("install", "node", "--id", "n1", "--root", root)
+    config = write(root / "etc/gpu-arbiter/node.toml", "node = \n")
+    assert f"{config} cannot be read" in run("uninstall", "--root", root, code=1)[1]
+    run("uninstall", "--root", root, "--force")
+    assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
+    assert config.exists()
+
+
 def test_steps_that_only_look_change_nothing_even_as_root(root: Path) -> None:
     host = Host(root)
     before = files(root)
