@@ -6,6 +6,7 @@ does.
 
 from __future__ import annotations
 
+import json
 import re
 import secrets
 import shlex
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
-from urllib.parse import quote
+from urllib.parse import quote, unquote, urlsplit
 
 from msgspec import Struct
 
@@ -38,6 +39,8 @@ from launch.site.steps import (
     StateFolder,
     Step,
     Stopped,
+    is_written,
+    put_aside,
     write,
 )
 from node_agent.workers.records import Record
@@ -58,8 +61,10 @@ ARBITER, NODE, LAUNCHER = ("gpu-arbiter.service", "gpu-arbiter-node-agent.servic
 GATEWAY, APP = ("gpu-arbiter-gateway.service", "gpu-arbiter-app-agent@.service")
 LAUNCHER_SOCKET = "/run/gpu-arbiter-launcher/launcher.sock"
 GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
+PROFILE_TEXT = f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n"
 #: A node agent beside a launcher is not the user that trains.
 LAUNCHER_DROP_IN = f"{UNITS}/{NODE}.d/launcher.conf"
+LAUNCHER_USER = "[Service]\nUser=gpu-node\nGroup=gpu-node\n"
 #: What a role also brings, for an admin who wants the web page, with an app agent to ask through; it is not started.
 UNSTARTED = {"arbiter": ("gpu-arbiter-web.service", APP)}
 #: State folders, and what within them belongs to users.
@@ -76,9 +81,9 @@ TRAINING_HOME = "/var/lib/gpu-train"
 class Wish(Struct, frozen=True):
     """What an admin asks for on one host.
 
-    A node or a gateway is named by `id`, or else by its host. `address` is the broker's, with its password. `parties`
-    are the broker users that the broker's host makes, who reach it at `broker_host`. `program` is the command that the
-    units start.
+    A node or a gateway is named by `id`, or else by its host. `address` is the broker's, with its password; with
+    `replaces_address` it takes the place of another. `parties` are the broker users that the broker's host makes, who
+    reach it at `broker_host`. `program` is the command that the units start.
     """
 
     role: Role
@@ -88,6 +93,7 @@ class Wish(Struct, frozen=True):
     launcher: bool = False
     start: bool = False
     address: str = ""
+    replaces_address: bool = False
     parties: tuple[str, ...] = ()
     vhost: str = "gpu"
     broker_host: str = ""
@@ -132,6 +138,7 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
         return [Daemon(ARBITER, "arbiter", "arbiter.toml", text, "arbiter.url")]
     if wish.role == "node":
         name = _id_on(host, "node.toml", "node", wish)
+        _demand_launcher_as_installed(wish, host)
         text = shipped.node(name, LAUNCHER_SOCKET if wish.launcher else "")
         node = Daemon(NODE, f"node-{name}", "node.toml", text, "node.url")
         launcher = Daemon(LAUNCHER, configuration="launcher.toml", text=shipped.file("launcher.toml"))
@@ -160,6 +167,23 @@ def _id_on(host: Host, configuration: str, field: str, wish: Wish) -> str:
     return participants.checked_id("node", named, "--id")
 
 
+def _demand_launcher_as_installed(wish: Wish, host: Host) -> None:
+    """Raise `Fault` if the node's configuration, which is kept, says otherwise of a launcher."""
+    file = f"{ETC}/node.toml"
+    known = setting(host.at(file), "launcher")
+    if not host.at(file).exists() or bool(known) == wish.launcher:
+        return
+    if wish.launcher:
+        raise usage(
+            f"--launcher is given, and {file} says launcher = {known!r}",
+            f'write launcher = "{LAUNCHER_SOCKET}" there, or leave out --launcher',
+        )
+    raise usage(
+        f"--launcher is not given, and {file} says launcher = {known!r}",
+        'add --launcher; or write launcher = "" there, and remove the launcher with `gpu-arbiter uninstall`',
+    )
+
+
 def setting(path: Path, field: str) -> str:
     """Return a text in a configuration; empty if it is not there. Raises `Fault` if the file cannot be read."""
     try:
@@ -185,6 +209,7 @@ def steps_of(wish: Wish, host: Host) -> list[Step]:
     if wish.role == "broker":
         return list(_broker(wish, host))
     daemons = daemons_of(wish, host)
+    _demand_own_address(daemons, wish)
     if wish.start:
         _demand_addresses(daemons, wish, host)
     return list(_site_role(daemons, wish, host))
@@ -204,15 +229,15 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
     for each in daemons:
         yield File(f"{ETC}/{each.configuration}", each.text)
         if wish.address and each.address:
-            yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600)
+            yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600, replaces=wish.replaces_address)
     if wish.role == "login" and not wish.owner:
-        yield File(PROFILE, f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n")
+        yield File(PROFILE, PROFILE_TEXT)
     units = shipped.units(wish.program)
     for file in (*(each.file for each in daemons), *UNSTARTED.get(wish.role, ())):
         packaged = tuple(f"{folder}/{file}" for folder in PACKAGED_UNITS)
         yield File(f"{UNITS}/{file}", units[file], elsewhere=packaged, replaces=True)
     if wish.launcher:
-        yield File(LAUNCHER_DROP_IN, "[Service]\nUser=gpu-node\nGroup=gpu-node\n", replaces=True)
+        yield File(LAUNCHER_DROP_IN, LAUNCHER_USER, replaces=True)
     if host.live:
         yield Reloaded(tuple(each.unit for each in daemons))
     driver = [DRIVER_UNIT] if wish.role == "node" and _has_unit(host, DRIVER_UNIT) else []
@@ -233,6 +258,18 @@ def writes_units(steps: Sequence[Step], host: Host) -> bool:
     """Whether some unit is not a package's."""
     files = (each for each in steps if isinstance(each, File) and each.path.endswith(".service"))
     return any(not any(host.at(place).is_file() for place in each.elsewhere) for each in files)
+
+
+def _demand_own_address(daemons: Sequence[Daemon], wish: Wish) -> None:
+    """Raise `Fault` if the address is for another user of the broker than the daemon's."""
+    user = unquote(urlsplit(wish.address).username or "")
+    for each in daemons:
+        if wish.address and each.address and user != each.user:
+            raise usage(
+                f"--bus-file: its address is for {f'the user {user}' if user else 'no user'} of the broker, and "
+                f"{each.unit} is {each.user}",
+                f"name the file with the address of {each.user}",
+            )
 
 
 def _demand_addresses(daemons: Sequence[Daemon], wish: Wish, host: Host) -> None:
@@ -306,14 +343,14 @@ def _broker(wish: Wish, host: Host) -> Iterator[Step]:
         yield VirtualHost(wish.vhost)
         for user in wish.parties:
             lines = tuple(participants.commands(user, wish.vhost))
-            yield Participant(user, lines, f"{wish.broker_host}:5672/{quote(wish.vhost, safe='')}")
+            yield Participant(user, lines, wish.vhost, f"{wish.broker_host}:5672/{quote(wish.vhost, safe='')}")
 
 
 def _has_lines(host: Host) -> str:
     """Return the main configuration of the broker if an admin has put the lines there; else nothing."""
     main = "/etc/rabbitmq/rabbitmq.conf"
     try:
-        there = _settings(host.at(main).read_text(encoding="utf-8"))
+        there = _settings(host.at(main).read_text(encoding="utf-8", errors="replace"))
     except OSError:
         return ""
     return main if _settings(broker_config()).items() <= there.items() else ""
@@ -364,6 +401,7 @@ class Participant(Struct, frozen=True):
 
     user: str
     commands: tuple[str, ...]
+    vhost: str
     place: str  #: host, port and virtual host
 
     @property
@@ -376,18 +414,38 @@ class Participant(Struct, frozen=True):
         found = _on_the_broker(host, before, "list_users", self.user)
         if found.act == "make" and not found.why:
             return Look("make", f"with its address in {self._file}")
+        if found.act == "keep" and self._lacks_rights(host):
+            return Look("change", "it has not got all of its rights")
         if found.act == "keep" and not host.at(self._file).exists():
             return Look("keep", f"its password is not known here: rabbitmqctl change_password {self.user} sets another")
         return found
 
+    def _lacks_rights(self, host: Host) -> bool:
+        """Whether the broker has not got all of its rights, as where an installation was cut short.
+
+        Rights that an admin has changed are rights. The limits are set before them.
+        """
+        wanted = [shlex.split(line) for line in self.commands]
+        topics = {words[5] for words in wanted if words[1] == "set_topic_permissions"}
+        return not (
+            self._rights(host, "list_user_permissions", "vhost")
+            and topics <= self._rights(host, "list_user_topic_permissions", "exchange")
+        )
+
+    def _rights(self, host: Host, kind: str, field: str) -> set[str]:
+        """Return a field of what the broker lists of its rights in the virtual host."""
+        listed = host.do("rabbitmqctl", "--quiet", "--formatter", "json", kind, self.user)
+        return {str(row[field]) for row in json.loads(listed) if row["vhost"] == self.vhost}
+
     def do(self, host: Host) -> None:
-        """Make it, with a password that is in the file only."""
-        if self.user in (_listed(host, "list_users") or ()):
-            return
-        password = secrets.token_urlsafe(24)
-        write(host.at(self._file), f"amqp://{self.user}:{password}@{self.place}\n", 0o600)
+        """Make it, with a password that is in the file only; give it its rights if it has not got them."""
         add, *rights = map(shlex.split, self.commands)
-        host.do(*add, text=f"{password}\n")
+        if self.user not in (_listed(host, "list_users") or ()):
+            password = secrets.token_urlsafe(24)
+            write(host.at(self._file), f"amqp://{self.user}:{password}@{self.place}\n", 0o600)
+            host.do(*add, text=f"{password}\n")
+        elif not self._lacks_rights(host):
+            return
         for line in rights:
             host.do(*line)
 
@@ -419,6 +477,14 @@ def demand_no_training(host: Host) -> None:
         )
 
 
+def _may_train(host: Host) -> bool:
+    """Whether training runs here, or cannot be looked for, as the node's configuration is damaged."""
+    try:
+        return bool(training(host))
+    except Fault:
+        return True
+
+
 def removal(host: Host, *, purge: bool) -> list[Step]:
     """Return what is to be removed of all roles; with `purge` state and configuration, too."""
     return list(_removal(host, purge=purge))
@@ -426,8 +492,8 @@ def removal(host: Host, *, purge: bool) -> list[Step]:
 
 def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
     yield from (Stopped(unit) for unit in host.units("gpu-arbiter*.service") if _file_of(unit) in shipped.units())
-    yield from (Absent(path) for path in _made(host))
-    busy = bool(training(host))
+    yield from _made(host, purge=purge)
+    busy = _may_train(host)
     if host.live:
         yield from (Absent(path) for path in ("/run/gpu-arbiter-node",) if Path(path).exists() and not busy)
     drop_ins = {f"/{path.relative_to(host.root)}" for path in host.at(UNITS).glob("gpu-arbiter*.service.d")}
@@ -447,14 +513,36 @@ def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
 
 def _is_ours_alone(path: Path) -> bool:
     """Whether a folder has nothing but the drop-in of `install`, with which it goes."""
-    return path.is_dir() and [each.name for each in path.iterdir()] == [Path(LAUNCHER_DROP_IN).name]
+    ours = path / Path(LAUNCHER_DROP_IN).name
+    alone = path.is_dir() and list(path.iterdir()) == [ours]
+    return alone and ours.is_file() and not ours.is_symlink() and is_written(ours, LAUNCHER_USER)
 
 
-def _made(host: Host) -> list[str]:
-    """Return the files that `install` or `units` made and that are there, besides configuration and state."""
-    units = [f"{UNITS}/{name}" for name in shipped.units()]
-    made = [*units, *(f"{path}.old" for path in units), LAUNCHER_DROP_IN, SYSUSERS, TMPFILES, PROFILE, BROKER_CONFIG]
-    return [path for path in made if host.at(path).exists()]
+def _made(host: Host, *, purge: bool) -> Iterator[Step]:
+    """Yield the files that `install` or `units` makes besides configuration and state; an admin's own text stays."""
+    units = {f"{UNITS}/{name}": text for name, text in shipped.units().items()}
+    for path, text in {**units, **_texts()}.items():
+        place = host.at(path)
+        if place.is_symlink():
+            yield Kept(path, f"it is a link to {place.readlink()}")
+        elif place.is_file() and is_written(place, text):
+            yield Absent(path)
+        elif place.exists() and not (purge and path == LAUNCHER_DROP_IN):  # that goes with its folder
+            yield Kept(path, "it is not as `install` writes it: it is yours, or of an earlier version")
+        for name in (each.name for each in put_aside(place)):
+            aside = str(Path(path).with_name(name))
+            yield Absent(aside) if purge else Kept(aside, "`install` has put it aside, and --purge removes it")
+
+
+def _texts() -> dict[str, str]:
+    """Return the texts of the files of `install` that are neither units nor configuration, by path."""
+    return {
+        LAUNCHER_DROP_IN: LAUNCHER_USER,
+        SYSUSERS: shipped.file("sysusers.conf"),
+        TMPFILES: shipped.file("tmpfiles.conf"),
+        PROFILE: PROFILE_TEXT,
+        BROKER_CONFIG: broker_config(),
+    }
 
 
 def left_after(host: Host) -> list[str]:

@@ -6,8 +6,10 @@ Only paths below the host's root folder are looked at and written.
 
 from __future__ import annotations
 
+import itertools
 import os
 import pwd
+import re
 import shutil
 import subprocess
 from collections.abc import Sequence
@@ -25,6 +27,8 @@ UNITS = "/etc/systemd/system"
 PACKAGED_UNITS = ("/usr/lib/systemd/system", "/lib/systemd/system")
 #: No program that is run here takes so long but one that waits for a daemon to be ready.
 PROGRAM_S = 120.0
+#: What a unit says of the environment whose daemon it starts.
+_PROGRAM = re.compile(r"(?<=^ExecStart=)/\S*(?=/gpu-arbiter )", re.MULTILINE)
 
 
 class Look(Struct, frozen=True):
@@ -175,6 +179,24 @@ def write(path: Path, text: str, mode: int, owner: tuple[int, int] = (0, 0)) -> 
     beside.replace(path)
 
 
+def is_written(path: Path, text: str) -> bool:
+    """Whether a file has a text as an installation writes it. Units of another environment start another program."""
+    found = path.read_text(encoding="utf-8", errors="replace")
+    return _PROGRAM.sub("", found) == _PROGRAM.sub("", text)
+
+
+def put_aside(path: Path) -> list[Path]:
+    """Return the files beside a path that an installation has put aside."""
+    named = re.compile(re.escape(f"{path.name}.old") + r"([.]\d+)?")
+    return sorted(each for each in path.parent.glob(f"{path.name}.old*") if named.fullmatch(each.name))
+
+
+def _free(path: Path) -> Path:
+    """Return a name beside a path under which it can be put aside."""
+    names = itertools.chain([f"{path.name}.old"], (f"{path.name}.old.{count}" for count in itertools.count(1)))
+    return next(each for each in map(path.with_name, names) if not os.path.lexists(each))
+
+
 # --- what there must be -----------------------------------------------------------------------------------------------
 
 
@@ -208,7 +230,7 @@ class File(Struct, frozen=True):
     """A file of root's that is written once: what is there stays, but is closed if it is open wider than `mode`.
 
     It need not be there where one of `elsewhere` is, which a package has brought. A file with `replaces` is not the
-    admin's own: another text is put aside as ``NAME.old``.
+    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``.
     """
 
     path: str
@@ -231,16 +253,19 @@ class File(Struct, frozen=True):
         if packaged:
             return Look("keep", f"it is yours, in place of {packaged}" if path.exists() else f"there is {packaged}")
         if path.is_file() and self._is_another(path):
-            return Look("change", f"it has another text, which is kept as {path.name}.old")
+            aside = "" if is_written(path, self.text) else f", which is kept as {_free(path).name}"
+            return Look("change", f"it has another text{aside}")
         return _compared(path, self.mode)
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
         path = host.at(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and self._is_another(path):
-            path.replace(path.with_name(f"{path.name}.old"))
-        if path.exists():
+        another = path.exists() and self._is_another(path)
+        if another and not is_written(path, self.text):
+            _close(path, self.mode)
+            path.replace(_free(path))
+        if path.exists() and not another:
             _close(path, self.mode)
         else:
             write(path, self.text, self.mode)
@@ -423,8 +448,12 @@ class Stopped(Struct, frozen=True):
         return Look("remove", f"systemctl disable{' --now' if host.live else ''}")
 
     def do(self, host: Host) -> None:
-        """Stop and disable it."""
+        """Stop and disable it. systemctl also removes a link to a unit elsewhere, which is the admin's."""
+        file = host.at(f"{UNITS}/{re.sub('@.*[.]', '@.', self.unit)}")
+        link = file.readlink() if file.is_symlink() else None
         done = host.systemctl("disable", *(["--now"] if host.live else []), self.unit)
+        if link is not None and not file.is_symlink():
+            file.symlink_to(link)
         if done.returncode:
             raise Fault(f"`systemctl disable {self.unit}` failed: {' '.join(done.stderr.split())}")
 

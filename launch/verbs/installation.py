@@ -130,7 +130,8 @@ def install(
             broker_host=address or socket.gethostname(),
         )
         with _readable(host):
-            wish = replace(wish, address=_address(bus_file, roles.made_address(wish, host)))
+            address = _address(bus_file, roles.made_address(wish, host))
+            wish = replace(wish, address=address, replaces_address=bus_file is not None)
             steps = roles.steps_of(wish, host)
             if roles.writes_units(steps, host):
                 program = _program()

@@ -8,9 +8,10 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shlex
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,11 @@ import app_agent.gateway
 import arbiter.config
 import node_agent.config
 import node_agent.launcher.config
-from launch import cli
+from launch import cli, participants
 from launch.site import roles, shipped
-from launch.site.steps import Host, plan
+from launch.site.steps import Host, Look, plan
 from protocol.bus.provision import broker_config
+from tests.support import rabbitmq
 
 MISSING = [name for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles") if shutil.which(name) is None]
 #: Files get owners, and accounts are made.
@@ -33,7 +35,9 @@ as_root = pytest.mark.skipif(
 )
 needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl is not on this host")
 ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
-ADDRESS = "amqp://someone:secret@broker:5672/gpu"
+#: What an installation writes besides units and configuration.
+WRITTEN = (roles.LAUNCHER_DROP_IN, roles.SYSUSERS, roles.TMPFILES, roles.PROFILE, roles.BROKER_CONFIG)
+ADDRESS = "amqp://arbiter:secret@broker:5672/gpu"
 
 
 @pytest.fixture(autouse=True)
@@ -153,8 +157,8 @@ def test_nothing_of_the_admins_is_overwritten(root: Path) -> None:
     }
     for name, text in mine.items():
         write(root / "etc/gpu-arbiter" / name, text)
-    address = write(root / "address", ADDRESS)
-    told, _ = run("install", "arbiter", "--root", root, "--bus-file", address)
+    write(root / "etc/gpu-arbiter/broker/arbiter.url", ADDRESS)
+    told, _ = run("install", "arbiter", "--root", root)
     assert {name: (root / "etc/gpu-arbiter" / name).read_text() for name in mine} == mine
     assert acts(told)["file /etc/gpu-arbiter/arbiter.toml"] == "keep"
 
@@ -172,10 +176,48 @@ def test_the_brokers_address_is_for_root_alone_also_where_it_was_open(root: Path
 
 
 @as_root
+def test_an_address_that_is_given_replaces_another(root: Path) -> None:
+    old = write(root / "etc/gpu-arbiter/arbiter.url", "amqp://arbiter:old@broker\n")
+    given = write(root / "address", ADDRESS)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", given)
+    assert acts(told)["file /etc/gpu-arbiter/arbiter.url"] == "change"
+    assert (old.read_text(), old.stat().st_mode & 0o777) == (f"{ADDRESS}\n", 0o600)
+    aside = old.with_name("arbiter.url.old")
+    assert (aside.read_text(), aside.stat().st_mode & 0o777) == ("amqp://arbiter:old@broker\n", 0o600)
+    told, _ = run("install", "arbiter", "--root", root, "--bus-file", given)
+    assert set(acts(told).values()) == {"keep"}
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("address", "says"),
+    [
+        (ADDRESS, "its address is for the user arbiter of the broker, and gpu-arbiter-node-agent.service is node-n1"),
+        ("amqps://broker:5671/gpu", "its address is for no user of the broker, and "),
+    ],
+)
+def test_an_address_of_another_participant_is_refused(root: Path, address: str, says: str) -> None:
+    words = (
+        "install",
+        "node",
+        "--id",
+        "n1",
+        "--root",
+        root,
+        "--dry-run",
+        "--bus-file",
+        write(root / "address", address),
+    )
+    assert f"--bus-file: {says}" in run(*words, code=2)[1]
+    (root / "address").write_text("amqps://node-n1@b1:5671,b2:5671/gpu?cafile=x")
+    run(*words)
+
+
+@as_root
 def test_the_address_that_the_brokers_host_made_is_taken_there(root: Path) -> None:
-    write(root / "etc/gpu-arbiter/broker/node-n1.url", f"{ADDRESS}\n")
+    made = write(root / "etc/gpu-arbiter/broker/node-n1.url", "amqp://node-n1:secret@broker:5672/gpu\n")
     _, noted = run("install", "node", "--id", "n1", "--root", root)
-    assert (root / "etc/gpu-arbiter/node.url").read_text() == f"{ADDRESS}\n"
+    assert (root / "etc/gpu-arbiter/node.url").read_text() == made.read_text()
     assert "PASSWORD" not in noted
     _, noted = run("install", "arbiter", "--root", root)
     assert "/etc/gpu-arbiter/arbiter.url <<< 'amqp://arbiter:PASSWORD@" in noted
@@ -209,6 +251,33 @@ def test_a_unit_of_another_version_is_replaced_and_kept_beside(root: Path) -> No
 
 
 @as_root
+def test_what_was_put_aside_before_is_not_overwritten(root: Path) -> None:
+    unit = root / "etc/systemd/system/gpu-arbiter.service"
+    for name in ("old", "old.1", "old.2"):
+        write(unit, name)
+        told, _ = run("install", "arbiter", "--root", root)
+        assert (
+            f"change  file /etc/systemd/system/{unit.name}: it has another text, which is kept as {unit.name}.{name}"
+            in told
+        )
+    for name in ("old", "old.1", "old.2"):
+        assert unit.with_name(f"{unit.name}.{name}").read_text() == name
+    told, _ = run("uninstall", "--root", root, "--purge")
+    assert list(unit.parent.glob("gpu-arbiter.service*")) == []
+
+
+@as_root
+def test_a_unit_of_another_environment_is_not_put_aside(root: Path, program: Path) -> None:
+    unit = write(
+        root / "etc/systemd/system/gpu-arbiter.service", shipped.units("/srv/old/gpu-arbiter")["gpu-arbiter.service"]
+    )
+    told, _ = run("install", "arbiter", "--root", root)
+    assert acts(told)["file /etc/systemd/system/gpu-arbiter.service"] == "change"
+    assert unit.read_text() == shipped.units(str(program))["gpu-arbiter.service"]
+    assert list(unit.parent.glob("*.old*")) == []
+
+
+@as_root
 def test_what_is_a_link_is_left_alone_as_a_unit_that_is_masked(root: Path) -> None:
     elsewhere = write(root / "elsewhere", "mine")
     elsewhere.chmod(0o666)
@@ -238,6 +307,9 @@ def test_lines_that_an_admin_has_put_into_the_brokers_own_file_are_enough(root: 
     main = write(root / "etc/rabbitmq/rabbitmq.conf", f"listeners.tcp.1 = 5672\n{broker_config()}")
     told, _ = run("install", "broker", "--root", root, "--dry-run")
     assert "keep    /etc/rabbitmq/rabbitmq.conf: it has the lines" in told
+    main.write_bytes("# f\u00fcr alle\n".encode("latin-1") + main.read_bytes())
+    assert run("install", "broker", "--root", root, "--dry-run")[0] == told
+    main.write_text(main.read_text(encoding="latin-1"))
     main.write_text(main.read_text().replace("heartbeat = 10", "heartbeat = 60"))
     told, _ = run("install", "broker", "--root", root, "--dry-run")
     assert acts(told)["file /etc/rabbitmq/conf.d/90-gpu-arbiter.conf"] == "make"
@@ -273,8 +345,26 @@ def test_an_id_that_differs_from_the_installed_one_is_named(root: Path) -> None:
         "--id is n2, and /etc/gpu-arbiter/node.toml says node = 'n1'"
         in run("install", "node", "--id", "n2", "--root", root, "--dry-run", code=2)[1]
     )
-    told, _ = run("install", "node", "--root", root, "--dry-run", "--bus-file", write(root / "address", ADDRESS))
+    told, _ = run("install", "node", "--root", root, "--dry-run")
     assert acts(told)["file /etc/gpu-arbiter/node.toml"] == "keep"
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("setting", "words", "says"),
+    [
+        ("", ("--launcher",), "--launcher is given, and /etc/gpu-arbiter/node.toml says launcher = ''"),
+        (f'launcher = "{roles.LAUNCHER_SOCKET}"', (), "--launcher is not given, and /etc/gpu-arbiter/node.toml says"),
+    ],
+    ids=["without a launcher", "with a launcher"],
+)
+def test_a_node_is_not_installed_otherwise_than_its_configuration_says(
+    root: Path, setting: str, words: tuple[str, ...], says: str
+) -> None:
+    config = write(root / "etc/gpu-arbiter/node.toml", f'node = "n1"\ngpus = "nvml"\n{setting}\n')
+    assert says in run("install", "node", *words, "--root", root, "--dry-run", code=2)[1]
+    config.write_text(config.read_text().replace(setting, "") if setting else f'launcher = "{roles.LAUNCHER_SOCKET}"\n')
+    run("install", "node", *words, "--root", root, "--dry-run")
 
 
 def test_who_is_not_root_may_only_look(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +400,35 @@ def test_the_document_names_each_step(root: Path) -> None:
     )
 
 
+@pytest.fixture
+def broker(monkeypatch: pytest.MonkeyPatch) -> Iterator[rabbitmq.PrivateRabbitMQ]:
+    """A broker of its own, which `rabbitmqctl` of this test asks."""
+    with rabbitmq.PrivateRabbitMQ() as broker:
+        for name, value in broker.environment().items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("PATH", f"{rabbitmq.CONTROL.parent}:{os.environ['PATH']}")
+        yield broker
+
+
+@as_root
+@pytest.mark.full
+@pytest.mark.slow
+@pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed")
+def test_a_broker_user_whose_making_was_cut_short_gets_its_rights(root: Path, broker: rabbitmq.PrivateRabbitMQ) -> None:
+    host = Host(root)
+    address = write(root / roles.ADDRESSES.lstrip("/") / "arbiter.url", ADDRESS)
+    lines = participants.commands("arbiter", "/")
+    step = roles.Participant("arbiter", tuple(lines), "/", "broker:5672/%2F")
+    broker.control("add_user", "arbiter", "secret")
+    assert step.look(host, []) == Look("change", "it has not got all of its rights")
+    broker.control(*shlex.split(lines[2])[1:])
+    assert step.look(host, []).act == "change", "those for topics are missing"
+    step.do(host)
+    assert step.look(host, []) == Look("keep")
+    assert "max-connections" in broker.control("list_user_limits", "--user", "arbiter")
+    assert address.read_text() == ADDRESS, "its password is not another"
+
+
 # --- uninstall --------------------------------------------------------------------------------------------------------
 
 
@@ -320,7 +439,7 @@ def whole(root: Path) -> Path:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
-    own = write(root / "etc/systemd/system/gpu-arbiter-nightly.service", "[Install]\nWantedBy=multi-user.target\n")
+    own = write(root / "etc/systemd/system/gpu-arbiter-mine.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
     for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
         write(root / "var/lib" / name, name)
@@ -338,9 +457,9 @@ def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_use
     mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
     assert set(mine) == {
         "etc/systemd/system/gpu-arbiter.service.d/override.conf",
-        "etc/systemd/system/gpu-arbiter-nightly.service",
+        "etc/systemd/system/gpu-arbiter-mine.service",
     }
-    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-nightly.service"]
+    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-mine.service"]
     assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
     assert {name for name in left if name.startswith(("var/lib", "home"))} == {
         "var/lib/gpu-arbiter/ledger.db",
@@ -359,7 +478,7 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
     assert files(whole).keys() - accounts == {
         "lib/systemd/system/rabbitmq-server.service",
-        "etc/systemd/system/gpu-arbiter-nightly.service",
+        "etc/systemd/system/gpu-arbiter-mine.service",
         "var/lib/gpu-arbiter-node/logs/a.log",
         "var/lib/gpu-train/cache",
         "home/alice/checkpoints/run/a-1.0/step-5",
@@ -367,6 +486,52 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     told, noted = run("uninstall", "--root", whole, "--purge")
     assert set(acts(told).values()) == {"keep"}
     assert noted.startswith("nothing is left to do")
+
+
+@as_root
+@pytest.mark.parametrize("purge", [(), ("--purge",)], ids=["without purge", "with purge"])
+@pytest.mark.parametrize("name", [path.lstrip("/") for path in (*WRITTEN, "/etc/systemd/system/gpu-arbiter.service")])
+def test_what_an_admin_has_edited_is_left(whole: Path, name: str, purge: tuple[str, ...]) -> None:
+    write(whole / roles.TMPFILES.lstrip("/"), shipped.file("tmpfiles.conf"))  # of a node without a launcher
+    mine = (whole / name).read_text() + "# mine\n"
+    (whole / name).write_text(mine)
+    told, _ = run("uninstall", "--root", whole, *purge)
+    if purge and name == roles.LAUNCHER_DROP_IN.lstrip("/"):
+        assert not (whole / name).parent.exists(), "settings of units are configuration"
+        return
+    assert f"keep    /{name}: it is not as `install` writes it" in told
+    assert (whole / name).read_text() == mine
+    gone = {path.lstrip("/") for path in WRITTEN} - {name}
+    assert not any((whole / each).exists() for each in gone)
+
+
+@as_root
+def test_what_was_put_aside_goes_with_purge_only(root: Path) -> None:
+    unit = write(root / "etc/systemd/system/gpu-arbiter.service", "[Service]\nExecStart=/bin/old\n")
+    other = write(root / "etc/systemd/system/gpu-arbiter.service.older", "")
+    run("install", "arbiter", "--root", root)
+    old = unit.with_name("gpu-arbiter.service.old")
+    told, _ = run("uninstall", "--root", root)
+    assert acts(told)[f"/etc/systemd/system/{old.name}"] == "keep"
+    assert (old.read_text(), unit.exists()) == ("[Service]\nExecStart=/bin/old\n", False)
+    run("uninstall", "--root", root, "--purge")
+    assert (old.exists(), other.exists()) == (False, True)
+
+
+@as_root
+@pytest.mark.parametrize("target", ["/dev/null", "/srv/units/gpu-arbiter.service"])
+def test_a_unit_that_is_a_link_of_the_admins_stays(root: Path, target: str) -> None:
+    write(root / "srv/units/gpu-arbiter.service", "[Service]\nExecStart=/bin/true\n[Install]\nWantedBy=a.target\n")
+    unit = root / "etc/systemd/system/gpu-arbiter.service"
+    wanted = unit.parent / "a.target.wants/gpu-arbiter.service"
+    wanted.parent.mkdir(parents=True)
+    for link in (unit, wanted):
+        link.symlink_to(target)
+    for purge in ((), ("--purge",)):
+        told, _ = run("uninstall", "--root", root, *purge)
+        assert f"keep    /etc/systemd/system/gpu-arbiter.service: it is a link to {target}" in told
+        assert str(unit.readlink()) == target
+    assert wanted.is_symlink() == (target == "/dev/null"), "systemctl leaves what is masked as it is"
 
 
 @as_root
@@ -394,6 +559,16 @@ def test_it_refuses_while_training_runs_here_unless_it_is_forced(root: Path, sta
         run("uninstall", "--root", root, "--force")
     assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
     run("uninstall", "--root", root)  # the task is over
+
+
+@as_root
+def test_a_damaged_configuration_of_a_node_holds_no_forced_removal_up(root: Path) -> None:
+    run("install", "node", "--id", "n1", "--root", root)
+    config = write(root / "etc/gpu-arbiter/node.toml", "node = \n")
+    assert f"{config} cannot be read" in run("uninstall", "--root", root, code=1)[1]
+    run("uninstall", "--root", root, "--force")
+    assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
+    assert config.exists()
 
 
 def test_steps_that_only_look_change_nothing_even_as_root(root: Path) -> None:

@@ -27,6 +27,7 @@ from tests.support.patience import PATIENCE_S
 from tests.support.startable import Startable
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
+CONTROL = SERVER.with_name("rabbitmqctl")
 START_TIMEOUT_S = 60.0
 #: Says the first word of AMQP to an address, where this process cannot reach it.
 _KNOCK = """
@@ -175,7 +176,7 @@ class PrivateRabbitMQ(Startable):
         with (self.folder / "output").open("ab") as output:
             self._process = subprocess.Popen(
                 [*self._within, str(SERVER)],
-                env=self._environment(),
+                env=self.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -211,9 +212,9 @@ class PrivateRabbitMQ(Startable):
 
     def control(self, *words: str) -> str:
         """Have `rabbitmqctl` do something; return what it says."""
-        command = [*self._within, str(SERVER.with_name("rabbitmqctl")), "--node", f"test{self.port}@localhost", *words]
+        command = [*self._within, str(CONTROL), "--node", f"test{self.port}@localhost", *words]
         done = subprocess.run(
-            command, env=self._environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
+            command, env=self.environment(), capture_output=True, text=True, timeout=PATIENCE_S, check=False
         )
         if done.returncode:
             raise RuntimeError(f"rabbitmqctl {' '.join(words)}: {done.stdout}{done.stderr}")
@@ -261,7 +262,8 @@ class PrivateRabbitMQ(Startable):
         (self.folder / "plugins").write_text(plugins)
         (self.folder / "rabbitmq.conf").write_text("\n".join(lines))
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Return the environment of the broker and of those that ask it."""
         folder = str(self.folder)
         return {
             "PATH": os.environ["PATH"],
