@@ -571,6 +571,30 @@ def test_a_damaged_configuration_of_a_node_holds_no_forced_removal_up(root: Path
     assert config.exists()
 
 
+@as_root
+@pytest.mark.parametrize("link", ["etc/gpu-arbiter", "etc/systemd", "var/lib/gpu-arbiter-node", "var/lib"])
+def test_no_link_leads_out_of_the_folder_that_is_given(root: Path, tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "outside"
+    for name in ("gpu-arbiter-node/logs/a.log", "gpu-arbiter-node/agent.json", "logs/a.log", "arbiter.toml"):
+        write(outside / name, "mine")
+    (root / link).parent.mkdir(parents=True, exist_ok=True)
+    (root / link).symlink_to(outside)
+    before = files(outside)
+    verb = ("uninstall", "--purge") if link.startswith("var") else ("install", "arbiter")
+    _, noted = run(*verb, "--root", root, code=1)
+    assert f"a link on the way to it leads to {outside}" in noted
+    assert files(outside) == before
+    assert not (root / "etc/sysusers.d").exists(), "nothing is done before"
+
+
+@as_root
+def test_a_link_within_the_folder_that_is_given_is_followed(root: Path) -> None:
+    (root / "srv/etc").mkdir(parents=True)
+    (root / "etc/gpu-arbiter").symlink_to("../srv/etc")
+    run("install", "arbiter", "--root", root)
+    assert (root / "srv/etc/arbiter.toml").is_file()
+
+
 def test_steps_that_only_look_change_nothing_even_as_root(root: Path) -> None:
     host = Host(root)
     before = files(root)
