@@ -439,7 +439,7 @@ def whole(root: Path) -> Path:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
-    own = write(root / "etc/systemd/system/gpu-arbiter-mine.service", "[Install]\nWantedBy=multi-user.target\n")
+    own = write(root / "etc/systemd/system/gpu-arbiter-nightly.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
     for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
         write(root / "var/lib" / name, name)
@@ -457,9 +457,9 @@ def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_use
     mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
     assert set(mine) == {
         "etc/systemd/system/gpu-arbiter.service.d/override.conf",
-        "etc/systemd/system/gpu-arbiter-mine.service",
+        "etc/systemd/system/gpu-arbiter-nightly.service",
     }
-    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-mine.service"]
+    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-nightly.service"]
     assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
     assert {name for name in left if name.startswith(("var/lib", "home"))} == {
         "var/lib/gpu-arbiter/ledger.db",
@@ -478,7 +478,7 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
     assert files(whole).keys() - accounts == {
         "lib/systemd/system/rabbitmq-server.service",
-        "etc/systemd/system/gpu-arbiter-mine.service",
+        "etc/systemd/system/gpu-arbiter-nightly.service",
         "var/lib/gpu-arbiter-node/logs/a.log",
         "var/lib/gpu-train/cache",
         "home/alice/checkpoints/run/a-1.0/step-5",
