@@ -1,7 +1,7 @@
 """Steps of an installation: each looks what a host has, says what it would do there, and does it.
 
 A step changes nothing while it looks. What is as it should be is kept, so a second installation finds nothing to do.
-Only paths below the host's root folder are looked at and written.
+Only paths below the host's root folder are written and removed.
 """
 
 from __future__ import annotations
@@ -48,6 +48,22 @@ class Host:
     def at(self, path: str) -> Path:
         """Return where a path of the host is."""
         return self.root / path.lstrip("/")
+
+    def inside(self, path: str) -> Path:
+        """Return where a path of the host is that is to be written or removed.
+
+        Raises
+        ------
+        Fault
+            If a link on the way to it leads out of the root.
+        """
+        folder = self.at(path).parent.resolve()
+        if not folder.is_relative_to(self.root.resolve()):
+            raise Fault(
+                f"{path} is left alone: a link on the way to it leads to {folder}, out of {self.root}",
+                next_step="make it a relative link, or work on the host itself without --root",
+            )
+        return self.at(path)
 
     def account(self, name: str) -> tuple[int, int] | None:
         """Return number and group of an account; None if the host has no such account."""
@@ -213,13 +229,14 @@ class Folder(Struct, frozen=True):
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
         """Look who may use it."""
-        if host.at(self.path).is_symlink():
-            return Look("keep", f"it is a link to {host.at(self.path).readlink()}")
-        return _compared(host.at(self.path), self.mode)
+        path = host.inside(self.path)
+        if path.is_symlink():
+            return Look("keep", f"it is a link to {path.readlink()}")
+        return _compared(path, self.mode)
 
     def do(self, host: Host) -> None:
         """Make it, or close it."""
-        path = host.at(self.path)
+        path = host.inside(self.path)
         if not path.exists():
             path.mkdir(parents=True)
             path.chmod(self.mode)
@@ -246,7 +263,7 @@ class File(Struct, frozen=True):
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
         """Look what is there, and who may use it."""
-        path = host.at(self.path)
+        path = host.inside(self.path)
         if path.is_symlink():  # a unit that is masked, for example
             return Look("keep", f"it is a link to {path.readlink()}")
         packaged = next((place for place in self.elsewhere if host.at(place).is_file()), "")
@@ -259,7 +276,7 @@ class File(Struct, frozen=True):
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
-        path = host.at(self.path)
+        path = host.inside(self.path)
         path.parent.mkdir(parents=True, exist_ok=True)
         another = path.exists() and self._is_another(path)
         if another and not is_written(path, self.text):
@@ -453,7 +470,7 @@ class Stopped(Struct, frozen=True):
         link = file.readlink() if file.is_symlink() else None
         done = host.systemctl("disable", *(["--now"] if host.live else []), self.unit)
         if link is not None and not file.is_symlink():
-            file.symlink_to(link)
+            host.inside(f"{UNITS}/{file.name}").symlink_to(link)
         if done.returncode:
             raise Fault(f"`systemctl disable {self.unit}` failed: {' '.join(done.stderr.split())}")
 
@@ -472,16 +489,17 @@ class Absent(Struct, frozen=True):
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
         """It is only planned for what is there."""
-        left = [each for each in self.kept if host.at(f"{self.path}/{each}").exists()]
-        there = {path.name for path in host.at(self.path).iterdir()} if left else set()
+        path = host.inside(self.path)
+        left = [each for each in self.kept if host.inside(f"{self.path}/{each}").exists()]
+        there = {each.name for each in path.iterdir()} if left else set()
         if left and there <= set(left):
             return Look("keep", f"{', '.join(left)} is the users'")
         return Look("remove", "; ".join(filter(None, (self.why, f"but for {', '.join(left)}" if left else ""))))
 
     def do(self, host: Host) -> None:
         """Remove it."""
-        path = host.at(self.path)
-        if any((path / each).exists() for each in self.kept):
+        path = host.inside(self.path)
+        if any(host.inside(f"{self.path}/{each}").exists() for each in self.kept):
             for within in path.iterdir():
                 if within.name not in self.kept:
                     _remove(within)

@@ -439,7 +439,7 @@ def whole(root: Path) -> Path:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
-    own = write(root / "etc/systemd/system/gpu-arbiter-mine.service", "[Install]\nWantedBy=multi-user.target\n")
+    own = write(root / "etc/systemd/system/gpu-arbiter-nightly.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
     for name in ("gpu-arbiter/ledger.db", "gpu-arbiter-node/agent.json", "gpu-arbiter-node/logs/a.log"):
         write(root / "var/lib" / name, name)
@@ -457,9 +457,9 @@ def test_it_removes_what_install_made_and_leaves_state_configuration_and_the_use
     mine = [name for name in left if "gpu-arbiter" in name and not name.startswith(("etc/gpu-arbiter/", "var/lib/"))]
     assert set(mine) == {
         "etc/systemd/system/gpu-arbiter.service.d/override.conf",
-        "etc/systemd/system/gpu-arbiter-mine.service",
+        "etc/systemd/system/gpu-arbiter-nightly.service",
     }
-    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-mine.service"]
+    assert [path.name for path in whole.rglob("*.wants/gpu-arbiter*")] == ["gpu-arbiter-nightly.service"]
     assert left["etc/gpu-arbiter/arbiter.toml"] == "# mine\n"
     assert {name for name in left if name.startswith(("var/lib", "home"))} == {
         "var/lib/gpu-arbiter/ledger.db",
@@ -478,7 +478,7 @@ def test_a_purge_leaves_what_belongs_to_users_alone(whole: Path) -> None:
     accounts = {name for name in files(whole) if name.startswith("etc/") and name.count("/") == 1}
     assert files(whole).keys() - accounts == {
         "lib/systemd/system/rabbitmq-server.service",
-        "etc/systemd/system/gpu-arbiter-mine.service",
+        "etc/systemd/system/gpu-arbiter-nightly.service",
         "var/lib/gpu-arbiter-node/logs/a.log",
         "var/lib/gpu-train/cache",
         "home/alice/checkpoints/run/a-1.0/step-5",
@@ -569,6 +569,30 @@ def test_a_damaged_configuration_of_a_node_holds_no_forced_removal_up(root: Path
     run("uninstall", "--root", root, "--force")
     assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
     assert config.exists()
+
+
+@as_root
+@pytest.mark.parametrize("link", ["etc/gpu-arbiter", "etc/systemd", "var/lib/gpu-arbiter-node", "var/lib"])
+def test_no_link_leads_out_of_the_folder_that_is_given(root: Path, tmp_path: Path, link: str) -> None:
+    outside = tmp_path / "outside"
+    for name in ("gpu-arbiter-node/logs/a.log", "gpu-arbiter-node/agent.json", "logs/a.log", "arbiter.toml"):
+        write(outside / name, "mine")
+    (root / link).parent.mkdir(parents=True, exist_ok=True)
+    (root / link).symlink_to(outside)
+    before = files(outside)
+    verb = ("uninstall", "--purge") if link.startswith("var") else ("install", "arbiter")
+    _, noted = run(*verb, "--root", root, code=1)
+    assert f"a link on the way to it leads to {outside}" in noted
+    assert files(outside) == before
+    assert not (root / "etc/sysusers.d").exists(), "nothing is done before"
+
+
+@as_root
+def test_a_link_within_the_folder_that_is_given_is_followed(root: Path) -> None:
+    (root / "srv/etc").mkdir(parents=True)
+    (root / "etc/gpu-arbiter").symlink_to("../srv/etc")
+    run("install", "arbiter", "--root", root)
+    assert (root / "srv/etc/arbiter.toml").is_file()
 
 
 def test_steps_that_only_look_change_nothing_even_as_root(root: Path) -> None:
