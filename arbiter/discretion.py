@@ -31,7 +31,7 @@ def told_to(reader: str, document: Any, owner: str = "") -> Any:
     document
         What is to be written as JSON. A part of it belongs to the owner of the app that the part names.
     owner
-        Whose the document is where it names no app; empty if nobody's.
+        Whose the document is where it names no app; empty if it has no owner.
     """
     match document:
         case str():

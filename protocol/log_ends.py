@@ -1,4 +1,4 @@
-"""The reason of a failed task ends with the last lines of its log: a hint for the owner of the app and nobody else.
+"""The reason of a failed task ends with the last lines of its log: a hint for the owner of the app alone.
 
 All that tells of reasons to others cuts them here; what is kept for longer than the logs themselves never has them.
 """

@@ -240,7 +240,7 @@ def _tenants(shares: Document) -> Iterator[Metric]:
     for name, words in (("ltgf", "long-term GPU-time fairness; 1 or more is fair"), ("held_gpus", "GPUs held")):
         yield _labelled(name, words, ("tenant",), (((each["tenant"],), each[name]) for each in tenants))
     if "idle_gpu_seconds" in shares:
-        words = "GPU time in which GPUs that may be given out were nobody's, counted from the version on that tells it"
+        words = "GPU time of GPUs that may be given out and that no app held, counted from the version on that tells it"
         yield CounterMetricFamily("gpu_arbiter_idle_gpu_seconds", words, value=shares["idle_gpu_seconds"])
     if shares["since"] is not None:
         began = views.seconds_of(shares["since"])

@@ -115,7 +115,7 @@ def definitions(users: Sequence[User], topology: Topology, vhost: str, *, replic
         "users": [
             {
                 "name": each.name,
-                "password_hash": "",  # by which the broker lets nobody in
+                "password_hash": "",  # by which the broker lets no client in
                 "hashing_algorithm": "rabbit_password_hashing_sha256",
                 "tags": "",
                 "limits": dict(each.limits),
@@ -154,7 +154,7 @@ def tls_config(port: int, brokers: Sequence[str] = (), folder: str = BROKER_FOLD
         The folder of its certificate, its key, those whom it trusts, and the definitions.
     """
     lines = [
-        "# TLS alone. A user is who its certificate says, and nobody is let in without one.",
+        "# TLS alone. The certificate names the user, and no client is let in without one.",
         "listeners.tcp = none",
         f"listeners.ssl.default = {port}",
         f"ssl_options.cacertfile = {folder}/ca.pem",

@@ -85,7 +85,7 @@ def test_training_outlives_connections_that_are_closed_again_and_again(cluster: 
         cluster.broker.control("close_all_connections", "the test closes it")
         made = cluster.steps_made()
         enough = min(made + 20, sum(cluster.steps.values()))  # closing takes long on a busy machine
-        until(lambda enough=enough: cluster.steps_made() >= enough, "somebody trains on")
+        until(lambda enough=enough: cluster.steps_made() >= enough, "training goes on")
     cluster.finish_without_a_scratch()
 
 

@@ -63,7 +63,7 @@ def test_a_round_follows_soon_after_arbiter_and_a_workers_supervisor_were_killed
     cluster.arbiter.start()
     until(lambda: newest_round(cluster) > before, "a round is held", within_s=ROUND_WITHIN_S)
     done = {pid for app, steps in cluster.steps.items() for pid, step in cluster.told(app)[-1:] if step == steps - 1}
-    assert others <= cluster.pids() | done, "nobody else noticed"
+    assert others <= cluster.pids() | done, "no other process ended"
     for app in cluster.wait_finished():
         steps = [step for _pid, step in cluster.told(app["id"])]
         assert steps[-1] == cluster.steps[app["id"]] - 1

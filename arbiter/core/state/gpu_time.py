@@ -231,7 +231,7 @@ class History(Struct):
         self._share_out(now)
 
     def lie_idle(self, gpus: int, now: float) -> None:
-        """From `now` on so many of the GPUs that may be assigned are nobody's."""
+        """From `now` on no app holds so many of the GPUs that may be assigned."""
         if gpus != self.idle.rate:
             self.idle = self.idle.changed(float(gpus), now)
 

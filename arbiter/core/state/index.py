@@ -274,7 +274,7 @@ class Index:
         return self._hoped, self._usable
 
     def idle(self) -> int:
-        """Return how many GPUs may be assigned, and are nobody's."""
+        """Return how many GPUs may be assigned and are held by no app."""
         for seat in self._stirred:
             device = device_of(seat)
             usable = model.usable(self._state, self._state.gpus[device])

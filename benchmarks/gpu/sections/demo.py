@@ -84,7 +84,7 @@ def _command(folder: Path, scale: Scale, seed: int, name: str) -> tuple[str, ...
 
 
 def _without_site(scratch: Path, scale: Scale) -> tuple[dict[str, str], float]:
-    """Return the digests of both jobs' weights when nobody suspends them, and the seconds they took side by side."""
+    """Return the digests of both jobs' weights when they are not suspended, and the seconds they took side by side."""
     folder = scratch / "alone"
     folder.mkdir()
     begun = time.monotonic()
