@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.arbiter import Arbiter, Effect
+from arbiter.core.arbiter import Arbiter, Connected, Effect
 from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
@@ -187,3 +187,20 @@ def test_gpu_time_on_a_node_that_is_lost_stops_and_its_lease_is_worth_what_it_wa
     lost_at = of(site, "ana-1").allocated_gpu_s
     site.wait(20.0)
     assert of(site, "ana-1").allocated_gpu_s == lost_at == 30.0
+
+
+def test_a_standby_books_what_is_fair_in_the_leaders_order_when_silent_apps_are_forgiven() -> None:
+    # The leader's apps are in the order in which they came, those of a standby in that of a snapshot. As both are
+    # heard again at once, ana joins the group of two GPUs which zed leaves.
+    site = Site(FIFO)
+    site.node("n1", 8)
+    site.app("zed-1", demand=4)
+    site.app("ana-1", demand=2)
+    leader = site.arbiter
+    for app, usable in (("zed-1", 2), ("ana-1", 1)):
+        leader.state.history.follow(AppId(app), TEAM, weight=1.0, demand=usable, now=site.now)
+    standby = Arbiter.restored(leader.snapshot())
+    assert list(leader.state.apps) != list(standby.state.apps)
+    for core in (leader, standby):
+        core.handle(Connected(epoch=9), site.now + 10.0)
+    assert leader.snapshot() == standby.snapshot()

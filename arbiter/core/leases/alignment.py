@@ -229,7 +229,7 @@ def _whose(gpu: Gpu) -> AppId:
 
 def _keep_gangs_together(turn: Turn) -> None:
     """Let all that a gang was given in this round end with what of it is aligned."""
-    for gpu_id, end in list(turn.state.aligned.items()):
+    for gpu_id, end in sorted(turn.state.aligned.items()):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is None or not isinstance(gpu.state, Leased) or turn.state.apps[gpu.state.lease.app].gang == 1:
             continue

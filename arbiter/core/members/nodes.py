@@ -375,8 +375,9 @@ def forgive(turn: Turn) -> None:
     for node in list(turn.state.nodes.values()):
         if isinstance(node.state, Up):
             turn.state.nodes[node.id] = replace(node, state=Up(turn.now))
-    for app in turn.state.apps.values():
-        turn.state.seen[app.id] = turn.now
+    for app_id in sorted(turn.state.apps):  # what is fair is booked in this order, which a snapshot does not keep
+        app = turn.state.apps[app_id]
+        turn.state.seen[app_id] = turn.now
         turn.follow(app)
         sales.note_return(turn, app)
 
