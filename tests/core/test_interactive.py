@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
+from arbiter.core.layers import interactive
 from arbiter.core.layers.interactive import SPARED_MOVES
 from arbiter.core.placement.assignment import MOVE_S
-from arbiter.core.registry import tables
-from arbiter.core.seam import NodeView
+from arbiter.core.registry import policy_of, tables
+from arbiter.core.seam import Allocation, GpuView, NodeView
 from arbiter.core.state.model import ArbiterSettings, Draining, Leased
-from protocol.messages import JobWish, Preempt
+from protocol.messages import AppId, GpuId, JobWish, Preempt, Requirements
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish, with_auction
+from tests.support.auctions import app_of, gpus_of, view_of
 
 ANY_POLICY = pytest.mark.parametrize("policy", ["fifo", "backfill", "drf", "las", "srtf", "astraea", "themis"])
 
@@ -420,3 +424,18 @@ def test_nodes_say_what_they_have_and_views_what_is_being_left() -> None:
     view = site.undecided[-1].view
     assert view.leaving == {"ana-1"}
     assert view.nodes == {"n1": NodeView(3, 32.0, 2**38, 8.0, 2.0**34)}
+
+
+def test_an_interactive_app_gets_no_seat_of_a_gpu_that_a_job_holds_by_another_seat() -> None:
+    # The site shared GPUs until now: one GPU has two seats, of which a job holds one and the other is free.
+    held, other = gpus_of(2)
+    seat = replace(held, gpu=GpuId(f"{held.gpu}+1"))
+    asks = replace(app_of("i", demand_max=1), requirements=Requirements(kind="interactive"))
+    runs = app_of("runs", demand_max=1, kept=[held])
+
+    def given(*gpus: GpuView) -> Mapping[GpuId, AppId]:
+        view = replace(view_of(gpus, [runs, asks]), interactive_share=1.0)
+        return interactive.serve(policy_of("fifo", {}), view, Allocation({}, ())).assign
+
+    assert given(seat) == {}
+    assert given(seat, other) == {other.gpu: "i"}

@@ -47,7 +47,7 @@ from arbiter.core.seam import (
     View,
     is_interactive,
 )
-from protocol.messages import AppId, Bid, GpuId, NodeId
+from protocol.messages import AppId, Bid, GpuId, NodeId, device_of
 
 #: For so long an interactive app waits for GPUs whose holder is over, before a job makes room for it.
 EMPTY_S = 5.0
@@ -151,11 +151,16 @@ class _Serving:
         self._made_room: Counter[AppId] = Counter()  #: in this round
         self._emptying = list(view.emptying)
         self._look_again_s: list[float] = []
-        self._free = [
+        free = [
             gpu
             for gpu in view.gpus
             if gpu.gpu not in self._assign and (allocation.unnamed == "nobody" or gpu.holder is None)
         ]
+        # A site that shares no GPUs any more may still have several seats of one, of which a job holds one.
+        had = {gpu.gpu for app in view.apps for gpu in app.kept}
+        had |= {gpu.gpu for gpu in view.gpus if gpu.holder is not None or gpu.gpu in self._assign}
+        held = set(map(device_of, had))
+        self._free = [gpu for gpu in free if gpu.holder is not None or device_of(gpu.gpu) not in held]
         interactive = {app.app for app in view.apps if is_interactive(view, app)}
         self._interactive_hold = sum(
             len(app.kept) + sum(self._assign.get(gpu) in (None, app.app) for gpu in app.renewable)
