@@ -39,7 +39,7 @@ from arbiter.core.members import declarations
 from benchmarks.papers.cases import Change, Knobs, simulate, story_of, workload_of
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, said, show
 from benchmarks.truth.spread import estimate
-from protocol.messages import AnyMessage, AppReport
+from protocol.messages import AnyMessage, AppReport, Bid, ProbeReply
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.figures.results import summary
@@ -50,7 +50,7 @@ SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
 OTHERS = ("srtf", "gandiva-placement", "optimus", "themis", "las")
 
-Lie = Literal["", "left", "total"]
+Lie = Literal["", "left", "total", "demand"]
 
 
 class Cell(Struct, frozen=True):
@@ -111,11 +111,11 @@ FULL = Plan(
     seeds=(3, 4, 5),
     apps=12,
     scale=0.1,
-    lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5)),
-    lying_seeds=(3, 4, 5),
+    lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("demand", 1.0, 1.0)),
+    lying_seeds=(3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     lying_apps=12,
     lying_scale=0.1,
-    liars=(2, 5, 8),
+    liars=(2, 5, 8, 11),
     at_once=(1, 4, 7, 10),
 )  # fmt: skip
 QUICK = replace(
@@ -185,20 +185,31 @@ def _pasts(cell: Cell) -> AbstractContextManager[object]:
 
 
 def telling(lie: Lie, by: float) -> Change:
-    """Return what makes the reports of an app untrue, each as its own figures would be if the lie were true."""
+    """Return what makes the reports of an app untrue, each as its own figures would be if the lie were true.
+
+    Under `themis` it is asked for rho, too: a lie about what its T_cluster follows from makes that so much greater.
+    """
     total_gpu_s = 0.0
+    cluster = {"": 1.0, "left": 1.0, "total": 1.0 - by, "demand": 1.0 / (1.0 + by)}[lie]
 
     def change(message: AnyMessage) -> AnyMessage:
         nonlocal total_gpu_s
-        if not isinstance(message, AppReport) or message.state != "active":
-            return message
-        total_gpu_s = total_gpu_s or message.left_gpu_s or 0.0
+        match message:
+            case ProbeReply():
+                return replace(message, rho=message.rho / cluster)
+            case Bid():
+                rows = tuple(replace(row, rho=row.rho / cluster) for row in message.rows)
+                return replace(message, rho_none=message.rho_none / cluster, rows=rows)
+            case AppReport(state="active"):
+                total_gpu_s = total_gpu_s or message.left_gpu_s or 0.0
+            case _:
+                return message
         if lie == "left":
-            message = _shorter(message, 1.0 - by)
+            return _shorter(message, 1.0 - by)
         if lie == "total" and message.left_gpu_s:
             message = _shorter(message, max(0.01, 1.0 - by * total_gpu_s / message.left_gpu_s))
-            message = replace(message, ideal_s=message.ideal_s * (1.0 - by))
-        return message
+            return replace(message, ideal_s=message.ideal_s * cluster)
+        return _wider(message, 1.0 + by) if lie == "demand" else message
 
     return change
 
@@ -210,6 +221,13 @@ def _shorter(report: AppReport, part: float) -> AppReport:
         left_s=None if left_s is None else left_s * part,
         left_gpu_s=None if left_gpu_s is None else left_gpu_s * part,
     )
+
+
+def _wider(report: AppReport, times: float) -> AppReport:
+    demand = round(report.demand_max * times / report.gang) * report.gang
+    times = demand / max(1, report.demand_max)
+    left_s = None if report.left_s is None or not times else report.left_s / times
+    return replace(report, demand_max=demand, left_s=left_s, ideal_s=report.ideal_s / (times or 1.0))
 
 
 # --- the parts --------------------------------------------------------------------------------------------------------
@@ -281,27 +299,31 @@ def knowing(plan: Plan) -> Part:
 
 
 def lying(plan: Plan) -> Part:
-    """Compare liars with themselves telling the truth."""
+    """Compare liars with themselves telling the truth: under ours, and `themis` if that goes by what is lied about."""
     rows, paying = [], []
     for lie, by, past in plan.lies:
-        for liars in ("one", "several"):
-            gains = list(_gains(plan, lie, by, past, together=liars == "several"))
+        policies = (OURS, "themis") if lie != "left" and past == 1.0 else (OURS,)
+        for policy, liars in product(policies, ("one", "several")):
+            gains = list(_gains(plan, policy, lie, by, past, together=liars == "several"))
             gain = estimate(gains)
-            paying += [f"{lie} by {by:.0%} ({liars})"] if gain.above_zero else []
+            paying += [f"{policy}: {lie} by {by:.0%} ({liars})"] if gain.above_zero else []
             told = "none" if past == 1.0 else f"{past:g} times"
-            rows.append((lie, f"{by:.0%}", told, liars, str(len(gains)), gain.percent(), f"{100 * max(gains):+.1f}"))
+            greatest = f"{100 * max(gains):+.1f}"
+            rows.append((policy, lie, f"{by:.0%}", told, liars, str(len(gains)), gain.percent(), greatest))
     claim = Claim(
         "lies that pay: the 95 % interval of the mean gain is above 0", "", "; ".join(paying) or "none", "none",
         not paying,
     )  # fmt: skip
-    columns = ("lie about", "by", "known overrun of the owner", "liars", "n", "mean gain %, ± 95 %", "greatest %")
+    columns = (
+        "policy", "lie about", "by", "known overrun of the owner", "liars", "n", "mean gain %, ± 95 %", "greatest %",
+    )  # fmt: skip
     return (claim,), (Table("how much sooner a liar is done", columns, tuple(rows)),)
 
 
-def _gains(plan: Plan, lie: Lie, by: float, past: float, *, together: bool) -> Iterator[float]:
+def _gains(plan: Plan, policy: str, lie: Lie, by: float, past: float, *, together: bool) -> Iterator[float]:
     """Yield the gain of each liar: the part of its JCT that it saves."""
     for seed in plan.lying_seeds:
-        true = Cell(1, OURS, seed, 4.0, plan.lying_apps, plan.lying_scale, SMALL, SHORT)
+        true = Cell(1, policy, seed, 4.0, plan.lying_apps, plan.lying_scale, SMALL, SHORT)
         honest = run(true)
         for liars in [plan.at_once] if together else [(number,) for number in plan.liars]:
             lied = run(replace(true, lie=lie, by=by, past=past, liars=liars))
