@@ -9,8 +9,8 @@ from msgspec.structs import replace
 
 from benchmarks.papers import maxmin
 from benchmarks.papers.document import Memory
-from benchmarks.papers.maxmin import MEMORY, OTHERS, OURS, QUICK, Cell, Outcome, evaluate, run, telling
-from protocol.messages import AppReport, ProbeReply, RoundId
+from benchmarks.papers.maxmin import MEMORY, OTHERS, OURS, QUICK, Cell, Lie, Outcome, evaluate, run, telling
+from protocol.messages import AppReport, Bid, BidRow, LogChunk, ProbeReply, RoundId
 from tests.protocol.samples import SAMPLES
 
 pytestmark = pytest.mark.timeout(600)
@@ -40,10 +40,28 @@ def test_who_lies_about_its_total_leaves_the_same_untold_to_the_end() -> None:
     assert lied("total", 0.5, REPORT, LATER) == [(50.0, 200.0, 25.0), (0.25, 1.0, 25.0)]
 
 
-def test_other_messages_and_the_end_of_an_app_are_true() -> None:
-    over, reply = replace(REPORT, state="finished"), ProbeReply(REPORT.app, RoundId(1), 2.0)
+def test_the_end_of_an_app_and_other_messages_are_true() -> None:
+    over, other = replace(REPORT, state="finished"), next(each for _, each in SAMPLES if isinstance(each, LogChunk))
     assert telling("total", 0.5)(over) is over
-    assert telling("total", 0.5)(reply) is reply
+    assert telling("total", 0.5)(other) is other
+
+
+@pytest.mark.parametrize(("lie", "by", "times"), [("left", 0.5, 1.0), ("total", 0.5, 2.0), ("demand", 1.0, 2.0)])
+def test_rho_is_that_of_the_t_cluster_which_the_lie_makes(lie: Lie, by: float, times: float) -> None:
+    rows = (BidRow(1, "machine", 3.0), BidRow(2, "machine", 2.0))
+    reply, bid = ProbeReply(REPORT.app, RoundId(1), 2.0), Bid(REPORT.app, RoundId(1), 4.0, rows)
+    told = telling(lie, by)(bid)
+    assert telling(lie, by)(reply) == replace(reply, rho=2.0 * times)
+    assert isinstance(told, Bid)
+    assert (told.rho_none, *(row.rho for row in told.rows)) == (4.0 * times, 3.0 * times, 2.0 * times)
+
+
+def test_who_asks_for_twice_the_gpus_would_be_done_in_half_the_time() -> None:
+    told = telling("demand", 1.0)(REPORT)
+    assert isinstance(told, AppReport)
+    assert told.demand_max == 2 * REPORT.demand_max
+    assert told.ideal_s == REPORT.ideal_s / 2.0
+    assert told.left_gpu_s == REPORT.left_gpu_s
 
 
 def outcome(max_rho: float, *jct_s: float) -> Outcome:
@@ -90,9 +108,16 @@ def test_a_gain_is_the_part_of_its_time_that_a_liar_saves(known: dict[Cell, Outc
         known[true] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
         known[replace(true, lie="total", by=0.6, liars=(2,))] = outcome(1.0, 1.0, 1.0, after, 1.0)
         known[replace(true, lie="total", by=0.6, liars=(1, 3))] = outcome(1.0, 1.0, 90.0, 1.0, 80.0)
+        for cell in [each for each in known if each.policy == OURS]:
+            known[replace(cell, policy="themis")] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
     (claim,), (table,) = maxmin.lying(plan)
-    assert [row[5].partition(" ")[0] for row in table.rows] == ["+0.00", "+15.00"]
-    assert claim.ours == "total by 60% (several)"
+    assert [(row[0], row[6].partition(" ")[0]) for row in table.rows] == [
+        (OURS, "+0.00"),
+        (OURS, "+15.00"),
+        ("themis", "+0.00"),
+        ("themis", "+0.00"),
+    ]
+    assert claim.ours == "maxmin-ftf: total by 60% (several)"
     assert not claim.met
 
 
@@ -116,4 +141,4 @@ def test_the_document_has_the_parts_that_were_asked_for(known: dict[Cell, Outcom
     tiny = replace(QUICK, apps=3, scale=0.02, lying_apps=4, lying_scale=0.02)
     report = evaluate(tiny, ["lying"])
     assert [table.name for table in report.tables] == ["how much sooner a liar is done"]
-    assert len(known) == 3
+    assert len(known) == 6
