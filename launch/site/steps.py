@@ -244,10 +244,10 @@ class Folder(Struct, frozen=True):
 
 
 class File(Struct, frozen=True):
-    """A file of root's that is written once: what is there stays, but is closed if it is open wider than `mode`.
+    """A file that is written once: what is there stays, but is closed if it is open wider than `mode`.
 
     It need not be there where one of `elsewhere` is, which a package has brought. A file with `replaces` is not the
-    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``.
+    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``. An `owner` in place of root is an account.
     """
 
     path: str
@@ -255,6 +255,7 @@ class File(Struct, frozen=True):
     mode: int = 0o644
     elsewhere: tuple[str, ...] = ()
     replaces: bool = False
+    owner: str = "root"
 
     @property
     def what(self) -> str:
@@ -272,41 +273,50 @@ class File(Struct, frozen=True):
         if path.is_file() and self._is_another(path):
             aside = "" if is_written(path, self.text) else f", which is kept as {_free(path).name}"
             return Look("change", f"it has another text{aside}")
-        return _compared(path, self.mode)
+        return _compared(path, self.mode, self.owner, host)
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
-        path = host.inside(self.path)
+        path, owner = host.inside(self.path), _numbers(host, self.owner)
         path.parent.mkdir(parents=True, exist_ok=True)
         another = path.exists() and self._is_another(path)
         if another and not is_written(path, self.text):
             _close(path, self.mode)
             path.replace(_free(path))
         if path.exists() and not another:
-            _close(path, self.mode)
+            _close(path, self.mode, owner)
         else:
-            write(path, self.text, self.mode)
+            write(path, self.text, self.mode, owner)
 
     def _is_another(self, path: Path) -> bool:
         return self.replaces and path.read_text(encoding="utf-8", errors="replace") != self.text
 
 
-def _compared(path: Path, mode: int) -> Look:
-    """Look whether a path is there, root's, and open no wider than `mode`."""
+def _numbers(host: Host, owner: str) -> tuple[int, int]:
+    """Return number and group of an account; raises `Fault` if the host has no such account."""
+    found = (0, 0) if owner == "root" else host.account(owner)
+    if found is None:
+        raise Fault(f"this host has no account {owner}", next_step="install what makes it, and do the same again")
+    return found
+
+
+def _compared(path: Path, mode: int, owner: str = "root", host: Host | None = None) -> Look:
+    """Look whether a path is there, its owner's, and open no wider than `mode`."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return Look("make")
     if found.st_mode & 0o7777 & ~mode:
         return Look("change", f"its mode {found.st_mode & 0o7777:o} is wider than {mode:o}")
-    if found.st_uid:
-        return Look("change", f"it belongs to user {found.st_uid} and should be root's")
+    account = (0, 0) if owner == "root" or host is None else host.account(owner)
+    if account is None or found.st_uid != account[0]:
+        return Look("change", f"it belongs to user {found.st_uid} and should be {owner}'s")
     return Look("keep")
 
 
-def _close(path: Path, mode: int) -> None:
+def _close(path: Path, mode: int, owner: tuple[int, int] = (0, -1)) -> None:
     path.chmod(path.stat().st_mode & mode)
-    os.chown(path, 0, -1)
+    os.chown(path, *owner)
 
 
 class Accounts(Struct, frozen=True):

@@ -8,8 +8,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -23,9 +26,9 @@ import arbiter.config
 import node_agent.config
 import node_agent.launcher.config
 from launch import cli, participants
-from launch.site import roles, shipped
+from launch.site import host_files, roles, shipped
 from launch.site.steps import Host, Look, plan
-from protocol.bus.provision import broker_config
+from protocol.bus.provision import broker_config, tls_config
 from tests.support import rabbitmq
 
 MISSING = [name for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles") if shutil.which(name) is None]
@@ -36,7 +39,15 @@ as_root = pytest.mark.skipif(
 needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl is not on this host")
 ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
 #: What an installation writes besides units and configuration.
-WRITTEN = (roles.LAUNCHER_DROP_IN, roles.SYSUSERS, roles.TMPFILES, roles.PROFILE, roles.BROKER_CONFIG)
+WRITTEN = (
+    roles.LAUNCHER_DROP_IN,
+    roles.SYSUSERS,
+    roles.TMPFILES,
+    roles.PROFILE,
+    roles.OWNERS_PROFILE,
+    roles.BROKER_CONFIG,
+    host_files.TLS_CONFIG,
+)
 ADDRESS = "amqp://arbiter:secret@broker:5672/gpu"
 
 
@@ -221,6 +232,138 @@ def test_the_address_that_the_brokers_host_made_is_taken_there(root: Path) -> No
     assert "PASSWORD" not in noted
     _, noted = run("install", "arbiter", "--root", root)
     assert "/etc/gpu-arbiter/arbiter.url <<< 'amqp://arbiter:PASSWORD@" in noted
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    """What `provision site` makes for a site with one broker."""
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    folder = tmp_path / "certs"
+    run(
+        "provision", "site", folder, "--nodes", "n1", "--owners", "alice", "--gateways", "g1", "--hosts", "hub=10.0.0.1"
+    )
+    return folder
+
+
+CERTIFIED: Mapping[tuple[str, ...], tuple[str, str, str]] = {
+    ("arbiter",): ("arbiter", "arbiter.url", "gpu-arbiter"),
+    ("node", "--id", "n1"): ("node-n1", "node.url", "gpu-train"),
+    ("node", "--id", "n1", "--launcher"): ("node-n1", "node.url", "gpu-node"),
+    ("login", "--id", "g1"): ("gateway-g1", "gateway.url", "gpu-gateway"),
+    ("login", "--owner", "alice"): ("app-alice", "app-alice.url", "alice"),
+}
+
+
+@as_root
+@pytest.mark.parametrize("words", CERTIFIED, ids=" ".join)
+@pytest.mark.parametrize("alone", [False, True], ids=["from the site's folder", "from a copy of the part"])
+def test_a_daemon_gets_its_certificates_and_its_key_is_its_own(
+    root: Path, certs: Path, words: tuple[str, ...], *, alone: bool
+) -> None:
+    user, address, account = CERTIFIED[words]
+    given = shutil.copytree(certs / "parties" / user, root.parent / user) if alone else certs
+    told, noted = run("install", *words, "--root", root, "--certs", given)
+    assert "PASSWORD" not in noted
+    for name, mode in (("ca.pem", 0o644), ("cert.pem", 0o644), ("key.pem", 0o600)):
+        laid = root / "etc/gpu-arbiter/tls" / user / name
+        assert laid.read_text() == (certs / "parties" / user / name).read_text()
+        owner = Host(root).account(account) if name == "key.pem" else (0, 0)
+        assert ((laid.stat().st_uid, laid.stat().st_gid), laid.stat().st_mode & 0o777) == (owner, mode)
+    installed = root / "etc/gpu-arbiter" / address
+    assert installed.read_text() == (certs / "parties" / user / "broker.url").read_text()
+    assert installed.stat().st_mode & 0o777 == 0o600
+    told, _ = run("install", *words, "--root", root, "--certs", given)
+    assert set(acts(told).values()) == {"keep"}
+
+
+@as_root
+def test_a_certificate_that_was_made_anew_replaces_the_old_one(root: Path, certs: Path) -> None:
+    line = ("install", "node", "--id", "n1", "--root", root, "--certs", certs)
+    run(*line)
+    key = root / "etc/gpu-arbiter/tls/node-n1/key.pem"
+    before = key.read_text()
+    run("provision", "site", certs, "--renew-days", "800", "--days", "900")
+    told, _ = run(*line)
+    assert {what for what, act in acts(told).items() if act == "change"} == {
+        f"file /etc/gpu-arbiter/tls/node-n1/{name}" for name in ("cert.pem", "key.pem")
+    }
+    assert key.read_text() == (certs / "parties/node-n1/key.pem").read_text() != before
+    aside = key.with_name("key.pem.old").stat()
+    assert (aside.st_uid, aside.st_mode & 0o777) == (0, 0o600)
+    run("uninstall", "--root", root, "--purge")
+    assert not key.parent.exists()
+
+
+@as_root
+def test_the_broker_gets_certificates_beside_what_is_the_admins(root: Path, certs: Path) -> None:
+    with (root / "etc/passwd").open("a") as accounts:
+        accounts.write("rabbitmq:x:2999:2998::/var/lib/rabbitmq:/bin/sh\n")
+    mine = write(root / "etc/rabbitmq/rabbitmq.conf", "log.console = true\n")
+    plugins = write(root / "etc/rabbitmq/enabled_plugins", "[rabbitmq_management]. % mine\n")
+    line = ("install", "broker", "--root", root, "--certs", certs)
+    _, noted = run(*line)
+    assert f"next: copy {certs}/parties/node-n1 to the host of node-n1: --certs node-n1 there" in noted
+    assert mine.read_text() == "log.console = true\n"
+    assert plugins.read_text() == "[rabbitmq_management,rabbitmq_auth_mechanism_ssl].\n"
+    lines = (root / "etc/rabbitmq/conf.d/91-gpu-arbiter-tls.conf").read_text()
+    assert lines == tls_config(5671, ["hub"], "/etc/rabbitmq/gpu-arbiter")
+    named = set(re.findall("= (/etc/rabbitmq/.*)", lines))
+    assert len(named) == 4
+    assert all((root / path.lstrip("/")).is_file() for path in named)
+    key = (root / "etc/rabbitmq/gpu-arbiter/key.pem").stat()
+    assert (key.st_uid, key.st_gid, key.st_mode & 0o777) == (2999, 2998, 0o600)
+    assert set(acts(run(*line)[0]).values()) == {"keep"}
+    assert set(acts(run("install", "broker", "--root", root)[0]).values()) == {"keep"}, "TLS stays"
+    told, noted = run("uninstall", "--root", root)
+    assert acts(told)["/etc/rabbitmq/gpu-arbiter"] == "keep"
+    assert "next: rabbitmqctl delete_user app-alice" in noted
+    run("uninstall", "--root", root, "--purge")
+    left = [name for name in files(root) if name.startswith("etc/rabbitmq/")]
+    assert set(left) == {"etc/rabbitmq/enabled_plugins", "etc/rabbitmq/rabbitmq.conf"}
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("node", "--id", "n2", "--certs", "certs"), "/parties/node-n2/broker.url"),
+        (("node", "--id", "n1", "--certs", "certs/parties/app-alice"), "is of app-alice, and this host's daemon is"),
+        (("broker", "--certs", "certs/parties"), "--certs: there is no broker in "),
+        (("broker", "--certs", "certs", "--party", "arbiter"), "--certs brings participants and addresses, in place"),
+        (("arbiter", "--certs", "certs", "--bus-file", "x"), "--certs brings participants and addresses, in place"),
+    ],
+)
+def test_certificates_of_another_host_are_refused(
+    root: Path, certs: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(certs.parent)
+    before = files(root)
+    assert says in run("install", "--root", root, "--dry-run", *words, code=2)[1]
+    assert files(root) == before
+
+
+@needs_systemctl
+def test_a_broker_of_three_is_set_up_by_hand(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    hosts = "b1=10.0.0.1,b2=10.0.0.2,b3=10.0.0.3"
+    run("provision", "site", tmp_path / "certs", "--hosts", hosts)
+    line = ("install", "broker", "--root", root, "--dry-run", "--certs")
+    assert "has b1, b2, b3" in run(*line, tmp_path / "certs", code=2)[1]
+    assert "is of one of three brokers" in run(*line, tmp_path / "certs/brokers/b2", code=2)[1]
+
+
+def test_a_user_who_logs_in_finds_an_app_agent_of_their_own(root: Path) -> None:
+    text = roles.OWNERS_TEXT.replace("/etc/", f"{root}/etc/")
+    line = ["sh", "-c", f'{text}\necho "${{GPU_ARBITER_URL:-none}}"']
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "none\n"
+    write(root / f"etc/gpu-arbiter/app-{me}.toml", "")
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert said == f"unix:///run/gpu-arbiter-app/{me}/control.sock\n"
+    assert said.strip().removeprefix("unix://") in shipped.configurations([], me)[f"app-{me}.toml"]
 
 
 @as_root
@@ -438,6 +581,7 @@ def whole(root: Path) -> Path:
     for words in ROLES:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
+    write(root / host_files.TLS_CONFIG.lstrip("/"), tls_config(5671, folder=host_files.FOLDER))
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
     own = write(root / "etc/systemd/system/gpu-arbiter-nightly.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
