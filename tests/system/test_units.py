@@ -54,6 +54,13 @@ def test_each_unit_starts_the_program_with_a_verb_and_a_configuration() -> None:
         assert " --config /etc/gpu-arbiter/" in start or unit.name == "gpu-arbiter-web.service"
 
 
+def test_a_daemon_that_ends_is_started_again_however_often_it_did() -> None:
+    for unit in UNITS:
+        before, _, service = unit.read_text().partition("\n[Service]\n")
+        assert "\nRestart=always\n" in service
+        assert "\nStartLimitIntervalSec=0" in before, unit.name
+
+
 def test_a_unit_refuses_calls_that_libraries_try_and_does_not_kill_the_daemon_for_them() -> None:
     bounded = [text for unit in UNITS if "SystemCallFilter=~@privileged @resources\n" in (text := unit.read_text())]
     assert len(bounded) == 4
