@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import shutil
 import subprocess
 import sys
@@ -20,8 +21,9 @@ def why_not() -> str:
     return "" if shutil.which("dpkg-deb") else "dpkg-deb is not installed"
 
 
+@functools.cache
 def package(version: str = "") -> Path:
-    """Return the package of the tree as it is now, as one of another version if that is named.
+    """Return the package of the tree as it is when it is first asked for; as one of another version if that is named.
 
     Raises
     ------
