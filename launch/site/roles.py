@@ -368,13 +368,13 @@ def left_to_do(wish: Wish, host: Host) -> list[str]:
 def _broker(wish: Wish, host: Host) -> Iterator[Step]:
     if not _has_unit(host, BROKER_UNIT):
         raise Fault("RabbitMQ is not on this host", next_step="apt-get install rabbitmq-server")
-    if wish.parties and not host.live:
-        raise usage("--party asks the broker that runs here", "leave out --root, or --party")
     if wish.parties and host.at(host_files.TLS_CONFIG).exists():
         raise usage(
             f"--party makes a user with a password, and by {host_files.TLS_CONFIG} this broker lets none in",
             "`gpu-arbiter provision site` makes another participant; then here: --certs FOLDER",
         )
+    if wish.parties and not host.live:
+        raise usage("--party asks the broker that runs here", "leave out --root, or --party")
     written = _has_lines(host)
     if written:
         yield Kept(written, "it has the lines that the broker needs")

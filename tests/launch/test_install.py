@@ -317,6 +317,9 @@ def test_the_broker_gets_certificates_beside_what_is_the_admins(root: Path, cert
     assert (key.st_uid, key.st_gid, key.st_mode & 0o777) == (2999, 2998, 0o600)
     assert set(acts(run(*line)[0]).values()) == {"keep"}
     assert set(acts(run("install", "broker", "--root", root)[0]).values()) == {"keep"}, "TLS stays"
+    refused = run("install", "broker", "--root", root, "--party", "node-n2", code=2)[1]
+    assert "this broker lets none in" in refused
+    assert "provision site" in refused
     told, noted = run("uninstall", "--root", root)
     assert acts(told)["/etc/rabbitmq/gpu-arbiter"] == "keep"
     assert "next: rabbitmqctl delete_user app-alice" in noted
