@@ -58,6 +58,11 @@ class Hosts:
         answer = "y\n"  # to the question of apt-get whether to continue
         return self._hosts[host].run("env", "-C", folder, "HOME=/root", "bash", "-c", line, text=answer)
 
+    def upgrade(self, host: str, package: Path) -> None:
+        """Install another version on a host as the page on upgrading says; dpkg restarts the daemons that run."""
+        shutil.copy(package, self._hosts[host].root / "root/other.deb")
+        self.type(host, "dpkg -i other.deb", "/root")
+
     def _copy(self, line: str, folder: str) -> None:
         """Copy from the hub as `scp` does, which the lab has no daemon for: the files get the rights that they have."""
         *sources, to = [word for word in shlex.split(line)[1:] if not word.startswith("-")]
@@ -203,12 +208,6 @@ def training(site: Hosts) -> Training:
     return Training(site)
 
 
-def upgrade(site: Hosts, host: str, package: Path) -> None:
-    """Install another version on a host as the page on upgrading says; dpkg restarts the daemons that run."""
-    shutil.copy(package, site._hosts[host].root / "root/other.deb")
-    site.type(host, "dpkg -i other.deb", "/root")
-
-
 def test_a_site_is_upgraded_host_by_host_while_training_goes_on(site: Hosts, training: Training, newer: Path) -> None:
     own = site.hub.run("gpu-arbiter", "version").strip()
     before = site.processes()
@@ -216,12 +215,12 @@ def test_a_site_is_upgraded_host_by_host_while_training_goes_on(site: Hosts, tra
     backup = "gpu-arbiter backup /backup/site.gab --config /etc/gpu-arbiter/arbiter.toml"
     site.hub.run("setpriv", "--reuid", "gpu-arbiter", "--clear-groups", *backup.split())
 
-    upgrade(site, "n1", newer)
+    site.upgrade("n1", newer)
     until(lambda: f"node agent n1: {NEXT}" in site.releases().get("found", ""), "the node tells its version", site.logs)
     assert site.releases()["verdict"] == "note"
     training.assert_untouched()
 
-    upgrade(site, "hub", newer)
+    site.upgrade("hub", newer)
     until(lambda: site.releases().get("verdict") == "ok", "all are of one version", site.logs)
     assert f" are of {NEXT}, as the arbiter" in site.releases()["found"]
     assert own not in site.releases()["found"]
@@ -232,13 +231,13 @@ def test_a_site_is_upgraded_host_by_host_while_training_goes_on(site: Hosts, tra
 def test_the_way_back_is_refused_in_one_sentence_until_the_backup_is_restored(
     site: Hosts, training: Training, newer: Path
 ) -> None:
-    upgrade(site, "hub", deb.package())
+    site.upgrade("hub", deb.package())
     refused = f"version {NEXT} of gpu-arbiter has written it, newer than "
     for unit in DAEMONS["hub"]:
         until(lambda unit=unit: refused in site.hub.run("cat", f"/var/log/{unit}"), f"{unit} refuses", site.logs)
         assert "Traceback" not in site.hub.run("cat", f"/var/log/{unit}")
     training.assert_untouched()
-    upgrade(site, "hub", newer)
+    site.upgrade("hub", newer)
     until(lambda: all(site.processes().values()), "the daemons of the newer version run again", site.logs)
     until(lambda: site.releases().get("verdict") == "ok", "all are of one version", site.logs)
     training.assert_untouched()
