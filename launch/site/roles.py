@@ -385,7 +385,8 @@ def _broker(wish: Wish, host: Host) -> Iterator[Step]:
         yield from _files_of(wish.given, BROKER_ACCOUNT)
     yield Enabled(BROKER_UNIT)
     if wish.start:
-        files = (BROKER_CONFIG, *(each.path for each in wish.given.files))
+        given = (PLUGINS, *(each.path for each in wish.given.files)) if wish.given.files else ()
+        files = (written or BROKER_CONFIG, host_files.TLS_CONFIG, *given)
         yield Started(BROKER_UNIT, files, wait=True)
     if wish.parties:
         yield Folder(ETC)
@@ -430,6 +431,7 @@ class Plugin(Struct, frozen=True):
     """The broker loads a plugin when it starts, beside those that an admin has chosen."""
 
     name: str
+    path: str = PLUGINS
 
     @property
     def what(self) -> str:
@@ -442,7 +444,7 @@ class Plugin(Struct, frozen=True):
 
     def do(self, host: Host) -> None:
         """Add it to them."""
-        write(host.inside(PLUGINS), f"[{','.join((*_plugins(host), self.name))}].\n", 0o644)
+        write(host.inside(self.path), f"[{','.join((*_plugins(host), self.name))}].\n", 0o644)
 
 
 def _plugins(host: Host) -> list[str]:

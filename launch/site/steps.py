@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -110,6 +111,15 @@ class Host:
     def runs(self, unit: str) -> bool:
         """Whether a unit runs, or is about to."""
         return self.systemctl("is-active", unit).stdout.strip() in ("active", "activating", "reloading")
+
+    def started_at(self, unit: str) -> float:
+        """Return the time of the clock, in seconds, at which a unit's program was started; 0 if that is not known."""
+        asked = ("show", "--timestamp=us+utc", "--property=ExecMainStartTimestamp", "--value", unit)
+        _, _, told = self.systemctl(*asked).stdout.strip().partition(" ")  # after the day of the week
+        try:
+            return datetime.fromisoformat(told.replace(" UTC", "+00:00")).timestamp()
+        except ValueError:
+            return 0.0
 
     def units(self, pattern: str) -> list[str]:
         """Return the names of the units of a pattern that are enabled or loaded, instances of templates among them."""
@@ -444,12 +454,17 @@ class Started(Struct, frozen=True):
         return f"daemon {self.unit}"
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
-        """Ask systemctl."""
+        """Ask systemctl. Files may also be new since an installation that started nothing."""
         if not host.runs(self.unit):
             return Look("make", "systemctl start")
-        changed = {each.step.path for each in before if each.look.act != "keep" and isinstance(each.step, File)}
+        changed = {getattr(each.step, "path", "") for each in before if each.look.act != "keep"}
         if changed & set(self.files) or _touches_units(before, self.unit):
             return Look("change", "systemctl restart, as its files are new")
+        written = {path: host.at(path).stat().st_mtime for path in self.files if host.at(path).exists()}
+        newest = max(written, key=lambda path: written[path], default="")
+        started = host.started_at(self.unit) if newest else 0.0
+        if started and written[newest] > started:
+            return Look("change", f"systemctl restart, as {newest} is newer than its start")
         return Look("keep")
 
     def do(self, host: Host) -> None:

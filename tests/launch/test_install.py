@@ -15,9 +15,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import app_agent.config
@@ -326,6 +328,38 @@ def test_the_broker_gets_certificates_beside_what_is_the_admins(root: Path, cert
     run("uninstall", "--root", root, "--purge")
     left = [name for name in files(root) if name.startswith("etc/rabbitmq/")]
     assert set(left) == {"etc/rabbitmq/enabled_plugins", "etc/rabbitmq/rabbitmq.conf"}
+
+
+@as_root
+def test_a_broker_that_ran_when_its_certificates_came_is_started_anew_by_the_next_installation(
+    root: Path, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (root / "etc/passwd").open("a") as accounts:
+        accounts.write("rabbitmq:x:2999:2998::/var/lib/rabbitmq:/bin/sh\n")
+    clock = write(tmp_path / "started", "")
+    asked = f'case "$*" in *is-active*) echo active;; *is-enabled*) echo enabled;; *show*) cat {clock};; esac'
+    program = write(tmp_path / "bin/systemctl", f"#!/bin/sh\n{asked}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run("install", "broker", "--root", root, "--certs", certs)
+
+    def look(start: datetime) -> Look:
+        clock.write_text(f"{start:%a %Y-%m-%d %H:%M:%S.%f} UTC\n")
+        host = Host(root)
+        wish = roles.Wish("broker", host_name="hub", start=True)
+        wish = replace(wish, given=roles.certificates(wish, host, certs))
+        *files, last = plan(roles.steps_of(wish, host), host)
+        assert {each.look.act for each in files} == {"keep"}
+        return last.look
+
+    now = datetime.now(UTC)
+    assert look(now - timedelta(hours=1)).act == "change", "it goes on in the clear"
+    assert "is newer than its start" in look(now - timedelta(hours=1)).why
+    assert look(now + timedelta(seconds=1)) == Look("keep")
+    later = now.timestamp() + 60
+    os.utime(root / roles.PLUGINS.lstrip("/"), (later, later))
+    assert look(now + timedelta(seconds=1)).act == "change", "a plugin is loaded at the start only"
+    assert look(now + timedelta(seconds=90)) == Look("keep")
 
 
 @needs_systemctl
