@@ -3,6 +3,8 @@
 # packaged service is neither needed nor started.
 set -eu
 
-name=Prometheus package=prometheus tests="tests of metrics and alert rules" in_ci=0
+name=Prometheus package=prometheus tests="tests of metrics and alert rules" service=yes in_ci=0
 here() { command -v prometheus >/dev/null && command -v promtool >/dev/null; }
-. "${0%/*}/ensure.sh"
+folder=${0%/*}
+[ "$folder" != "$0" ] || folder=.
+. "$folder/ensure.sh"

@@ -4,6 +4,8 @@
 set -eu
 
 server=/usr/lib/rabbitmq/bin/rabbitmq-server
-name="RabbitMQ ($server)" package=rabbitmq-server tests="tests on a real broker" in_ci=1
+name="RabbitMQ ($server)" package=rabbitmq-server tests="tests on a real broker" service=yes in_ci=1
 here() { [ -x "$server" ]; }
-. "${0%/*}/ensure.sh"
+folder=${0%/*}
+[ "$folder" != "$0" ] || folder=.
+. "$folder/ensure.sh"
