@@ -61,6 +61,15 @@ def of_party(folder: Path, user: str) -> HostFiles:
     to = dict(parse_qsl(url.query))
     if not _NAMED.keys() <= to.keys():
         raise usage(f"--certs: the address in {place / URL_FILE} names no certificates", "make it by `provision site`")
+    places = {part: Path(to[part]) for part in _NAMED}
+    own = places["cafile"].parent
+    in_own = own.is_absolute() and own.name == user and ".." not in own.parts
+    if not in_own or any(places[part] != own / name for part, name in _NAMED.items()):
+        raise usage(
+            f"--certs: the address in {place / URL_FILE} names other files than {', '.join(_NAMED.values())} in one "
+            f"folder {user}",
+            "make it by `provision site`",
+        )
     files = (HostFile(to[part], _text(place, name, user), secret=name == KEY) for part, name in _NAMED.items())
     return HostFiles(tuple(files), address)
 

@@ -58,6 +58,8 @@ PROFILE = "/etc/profile.d/gpu-arbiter.sh"
 BROKER_CONFIG = "/etc/rabbitmq/conf.d/90-gpu-arbiter.conf"
 BROKER_UNIT = "rabbitmq-server.service"
 BROKER_ACCOUNT, PLUGINS = "rabbitmq", "/etc/rabbitmq/enabled_plugins"
+#: In the plan of a broker that gets certificates.
+ALONE = "TLS alone: clients without a certificate, also those of other programs, are let in no more"
 DRIVER_UNIT = "nvidia-persistenced.service"
 ARBITER, NODE, LAUNCHER = ("gpu-arbiter.service", "gpu-arbiter-node-agent.service", "gpu-arbiter-launcher.service")
 GATEWAY, APP = ("gpu-arbiter-gateway.service", "gpu-arbiter-app-agent@.service")
@@ -268,11 +270,17 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
             yield Started(each.unit, (*each.files, *(file.path for file in wish.given.files)))
 
 
-def _files_of(given: HostFiles, account: str) -> Iterator[File]:
+def _files_of(given: HostFiles, account: str) -> Iterator[Step]:
     """Yield the files that `provision site` has made for a host; what is secret belongs to the account."""
+    for folder in dict.fromkeys(str(Path(each.path).parent) for each in given.files if each.secret):
+        if Path(folder).parent == Path(ETC, "tls"):
+            yield Folder(f"{ETC}/tls", exact=True)
+        yield Folder(folder, exact=True)
     for each in given.files:
         owner = account if each.secret else "root"
-        yield File(each.path, each.text, 0o600 if each.secret else 0o644, replaces=True, owner=owner)
+        note = ALONE if each.path == host_files.TLS_CONFIG else ""
+        mode = 0o600 if each.secret else 0o644
+        yield File(each.path, each.text, mode, replaces=True, owner=owner, exact=True, note=note)
 
 
 def certificates(wish: Wish, host: Host, folder: Path) -> HostFiles:
@@ -443,8 +451,11 @@ class Plugin(Struct, frozen=True):
         return Look("keep" if self.name in _plugins(host) else "make")
 
     def do(self, host: Host) -> None:
-        """Add it to them."""
-        write(host.inside(self.path), f"[{','.join((*_plugins(host), self.name))}].\n", 0o644)
+        """Add it to them; comments stay."""
+        path, known = host.inside(self.path), _plugins(host)
+        text = path.read_text(encoding="utf-8") if known else ""
+        more, found = re.subn(r"^([^%\n]*)\]", rf"\g<1>,{self.name}]", text, count=1, flags=re.MULTILINE)
+        write(path, more if found else f"[{','.join((*known, self.name))}].\n", 0o644)
 
 
 def _plugins(host: Host) -> list[str]:

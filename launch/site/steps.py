@@ -227,10 +227,11 @@ def _free(path: Path) -> Path:
 
 
 class Folder(Struct, frozen=True):
-    """A folder of root's."""
+    """A folder of root's. One that is `exact` is also opened where its mode is narrower."""
 
     path: str
     mode: int = 0o755
+    exact: bool = False
 
     @property
     def what(self) -> str:
@@ -242,14 +243,16 @@ class Folder(Struct, frozen=True):
         path = host.inside(self.path)
         if path.is_symlink():
             return Look("keep", f"it is a link to {path.readlink()}")
-        return _compared(path, self.mode)
+        return _compared(path, self.mode, exact=self.exact)
 
     def do(self, host: Host) -> None:
         """Make it, or close it."""
         path = host.inside(self.path)
-        if not path.exists():
-            path.mkdir(parents=True)
+        made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        if made or self.exact:
             path.chmod(self.mode)
+            os.chown(path, 0, 0)
         _close(path, self.mode)
 
 
@@ -258,6 +261,7 @@ class File(Struct, frozen=True):
 
     It need not be there where one of `elsewhere` is, which a package has brought. A file with `replaces` is not the
     admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``. An `owner` in place of root is an account.
+    One that is `exact` is also written anew where its mode is narrower, or its group another. The plan has the `note`.
     """
 
     path: str
@@ -266,6 +270,8 @@ class File(Struct, frozen=True):
     elsewhere: tuple[str, ...] = ()
     replaces: bool = False
     owner: str = "root"
+    exact: bool = False
+    note: str = ""
 
     @property
     def what(self) -> str:
@@ -283,7 +289,8 @@ class File(Struct, frozen=True):
         if path.is_file() and self._is_another(path):
             aside = "" if is_written(path, self.text) else f", which is kept as {_free(path).name}"
             return Look("change", f"it has another text{aside}")
-        return _compared(path, self.mode, self.owner, host)
+        found = _compared(path, self.mode, self.owner, host, exact=self.exact)
+        return Look("make", self.note) if found.act == "make" else found
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
@@ -293,7 +300,7 @@ class File(Struct, frozen=True):
         if another and not is_written(path, self.text):
             _close(path, self.mode)
             path.replace(_free(path))
-        if path.exists() and not another:
+        if path.exists() and not another and not self.exact:
             _close(path, self.mode, owner)
         else:
             write(path, self.text, self.mode, owner)
@@ -310,8 +317,8 @@ def _numbers(host: Host, owner: str) -> tuple[int, int]:
     return found
 
 
-def _compared(path: Path, mode: int, owner: str = "root", host: Host | None = None) -> Look:
-    """Look whether a path is there, its owner's, and open no wider than `mode`."""
+def _compared(path: Path, mode: int, owner: str = "root", host: Host | None = None, *, exact: bool = False) -> Look:
+    """Look whether a path is there, its owner's, and open no wider than `mode`; an `exact` one has it and the group."""
     try:
         found = path.stat()
     except FileNotFoundError:
@@ -321,6 +328,10 @@ def _compared(path: Path, mode: int, owner: str = "root", host: Host | None = No
     account = (0, 0) if owner == "root" or host is None else host.account(owner)
     if account is None or found.st_uid != account[0]:
         return Look("change", f"it belongs to user {found.st_uid} and should be {owner}'s")
+    if exact and found.st_mode & 0o7777 != mode:
+        return Look("change", f"its mode {found.st_mode & 0o7777:o} should be {mode:o}")
+    if exact and found.st_gid != account[1]:
+        return Look("change", f"it belongs to group {found.st_gid} and should be {owner}'s")
     return Look("keep")
 
 

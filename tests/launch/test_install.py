@@ -282,6 +282,70 @@ def test_a_daemon_gets_its_certificates_and_its_key_is_its_own(
 
 
 @as_root
+def test_certificates_that_were_laid_by_hand_and_closed_are_opened_to_the_daemon(root: Path, certs: Path) -> None:
+    line = ("install", "node", "--id", "n1", "--root", root, "--certs", certs)
+    run(*line)
+    folder = root / "etc/gpu-arbiter/tls/node-n1"
+    right = {path: path.stat() for path in (folder.parent, folder, *sorted(folder.iterdir()))}
+    for path in right:
+        path.chmod(0o700 if path.is_dir() else 0o400)
+        os.chown(path, 2001, 2001)
+    run(*line)
+    for path, before in right.items():
+        now = path.stat()
+        assert (now.st_uid, now.st_gid, now.st_mode) == (before.st_uid, before.st_gid, before.st_mode), path
+    assert list(folder.glob("*.old*")) == []
+    (folder / "ca.pem").chmod(0o600)
+    assert acts(run(*line)[0])["file /etc/gpu-arbiter/tls/node-n1/ca.pem"] == "change"
+    assert set(acts(run(*line)[0]).values()) == {"keep"}
+
+
+def test_a_site_is_provisioned_with_the_same_modes_by_a_root_who_keeps_files_closed(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    before = os.umask(0o077)
+    try:
+        run("provision", "site", tmp_path / "certs", "--nodes", "n1", "--hosts", "hub=10.0.0.1")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "certs/parties/node-n1").iterdir()}
+    assert (modes["cert.pem"], modes["key.pem"]) == (0o644, 0o600)
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("/etc/gpu-arbiter/tls/node-n1/ca.pem", "/etc/ssl/certs/ca-certificates.crt"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "/etc/ssl/certs/"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "/etc/gpu-arbiter/../node-n1/"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "tls/node-n1/"),
+        ("node-n1/key.pem", "node-n1/cert.pem"),
+    ],
+)
+def test_an_address_whose_files_are_not_in_the_participants_folder_is_refused(
+    root: Path, certs: Path, old: str, new: str
+) -> None:
+    url = certs / "parties/node-n1/broker.url"
+    url.write_text(url.read_text().replace(old, new))
+    line = ("install", "node", "--id", "n1", "--root", root, "--dry-run", "--certs", certs)
+    assert "names other files than ca.pem, cert.pem, key.pem in one folder node-n1" in run(*line, code=2)[1]
+
+
+@as_root
+def test_a_plugin_is_added_between_the_admins_comments(root: Path) -> None:
+    host, step = Host(root), roles.Plugin("ours")
+    for text, after in (
+        ("% [mine]\n[a, % first]\n b].\n", "% [mine]\n[a, % first]\n b,ours].\n"),
+        ("[]. % none\n", "[ours].\n"),
+        ("", "[ours].\n"),
+    ):
+        path = write(root / "etc/rabbitmq/enabled_plugins", text)
+        step.do(host)
+        assert path.read_text() == after
+        assert step.look(host, []).act == "keep"
+
+
+@as_root
 def test_a_certificate_that_was_made_anew_replaces_the_old_one(root: Path, certs: Path) -> None:
     line = ("install", "node", "--id", "n1", "--root", root, "--certs", certs)
     run(*line)
@@ -306,10 +370,11 @@ def test_the_broker_gets_certificates_beside_what_is_the_admins(root: Path, cert
     mine = write(root / "etc/rabbitmq/rabbitmq.conf", "log.console = true\n")
     plugins = write(root / "etc/rabbitmq/enabled_plugins", "[rabbitmq_management]. % mine\n")
     line = ("install", "broker", "--root", root, "--certs", certs)
-    _, noted = run(*line)
+    told, noted = run(*line)
+    assert "91-gpu-arbiter-tls.conf: TLS alone: clients without a certificate" in told
     assert f"next: copy {certs}/parties/node-n1 to the host of node-n1: --certs node-n1 there" in noted
     assert mine.read_text() == "log.console = true\n"
-    assert plugins.read_text() == "[rabbitmq_management,rabbitmq_auth_mechanism_ssl].\n"
+    assert plugins.read_text() == "[rabbitmq_management,rabbitmq_auth_mechanism_ssl]. % mine\n"
     lines = (root / "etc/rabbitmq/conf.d/91-gpu-arbiter-tls.conf").read_text()
     assert lines == tls_config(5671, ["hub"], "/etc/rabbitmq/gpu-arbiter")
     named = set(re.findall("= (/etc/rabbitmq/.*)", lines))
