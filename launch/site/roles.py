@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
 from msgspec import Struct
 
 from launch import participants
@@ -647,10 +648,24 @@ def _text(host: Host, path: str) -> str:
         return ""
 
 
+class _BrokerUser(Struct, frozen=True):
+    name: str
+
+
+class _Definitions(Struct, frozen=True):
+    """What a definitions.json says of users."""
+
+    users: tuple[_BrokerUser, ...] = ()
+
+
 def _users(host: Host) -> list[str]:
     """Return the users that `install` has given the broker on this host."""
-    certified = json.loads(_text(host, f"{host_files.FOLDER}/{host_files.DEFINITIONS}") or '{"users": []}')["users"]
-    return [*(path.stem for path in sorted(host.at(ADDRESSES).glob("*.url"))), *(each["name"] for each in certified)]
+    made = [path.stem for path in sorted(host.at(ADDRESSES).glob("*.url"))]
+    try:
+        text = _text(host, f"{host_files.FOLDER}/{host_files.DEFINITIONS}")
+        return [*made, *(each.name for each in msgspec.json.decode(text, type=_Definitions).users)]
+    except msgspec.DecodeError:  # there is none, or it is damaged
+        return made
 
 
 def left_after(host: Host) -> list[str]:

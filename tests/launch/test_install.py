@@ -808,6 +808,14 @@ def test_it_refuses_while_training_runs_here_unless_it_is_forced(root: Path, sta
 
 
 @as_root
+@pytest.mark.parametrize("text", ["{", "[]", '{"users": [1]}', '{"users": 3}', "", "{}"])
+def test_damaged_definitions_of_a_broker_hold_no_removal_up(root: Path, text: str) -> None:
+    write(root / host_files.FOLDER.lstrip("/") / host_files.DEFINITIONS, text)
+    write(root / roles.ADDRESSES.lstrip("/") / "arbiter.url", ADDRESS)
+    assert "next: rabbitmqctl delete_user arbiter" in run("uninstall", "--root", root)[1]
+
+
+@as_root
 def test_a_damaged_configuration_of_a_node_holds_no_forced_removal_up(root: Path) -> None:
     run("install", "node", "--id", "n1", "--root", root)
     config = write(root / "etc/gpu-arbiter/node.toml", "node = \n")
