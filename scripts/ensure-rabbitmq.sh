@@ -4,37 +4,8 @@
 set -eu
 
 server=/usr/lib/rabbitmq/bin/rabbitmq-server
-[ -x "$server" ] && exit 0
-
-give_up() {
-    echo "RabbitMQ is missing ($server): $1" >&2
-    echo "The tests on a real broker are skipped. To run them: sudo apt-get install --no-install-recommends rabbitmq-server" >&2
-    [ "${CI:-}" = true ] && exit 1
-    exit 0
-}
-
-[ "$(id -u)" = 0 ] || give_up "installing it needs root."
-command -v apt-get >/dev/null || give_up "there is no apt-get here."
-
-# A policy of 101 keeps the package from starting its service, which would listen on all addresses.
-policy=/usr/sbin/policy-rc.d
-made_policy=
-remove_policy() { [ -z "$made_policy" ] || rm -f "$policy" || :; }
-# A shell that a signal ends does not do what it is to do at its exit, unless it exits by itself.
-trap remove_policy EXIT
-trap 'exit 129' HUP
-trap 'exit 130' INT
-trap 'exit 143' TERM
-if [ ! -e "$policy" ]; then
-    made_policy=yes
-    { printf '#!/bin/sh\nexit 101\n' >"$policy" && chmod 755 "$policy"; } 2>/dev/null \
-        || give_up "$policy, which keeps its service from starting, cannot be written."
-fi
-
-echo "Installing rabbitmq-server for the contract tests ..." >&2
-export DEBIAN_FRONTEND=noninteractive
-# Where packages cannot be had, that is known soon.
-get() { apt-get -o Acquire::http::Timeout=15 -o Acquire::Retries=0 -qq "$@" >&2; }
-get update || give_up "apt-get update failed."
-get install -y --no-install-recommends rabbitmq-server || give_up "apt-get install failed."
-[ -x "$server" ] || give_up "the package does not contain it."
+name="RabbitMQ ($server)" package=rabbitmq-server tests="tests on a real broker" service=yes in_ci=1
+here() { [ -x "$server" ]; }
+folder=${0%/*}
+[ "$folder" != "$0" ] || folder=.
+. "$folder/ensure.sh"

@@ -34,16 +34,26 @@ from msgspec.structs import replace
 from launch.faults import Fault, usage
 from launch.site import certificates
 from launch.site.certificates import Signed, Use
+from launch.site.host_files import (
+    BROKERS,
+    CERTIFICATE,
+    CONFIG,
+    COOKIE,
+    DEFINITIONS,
+    KEY,
+    PARTIES,
+    PLUGIN,
+    TRUSTED,
+    URL_FILE,
+)
 from protocol.bus.provision import broker_config, definitions, gateway_user, tls_config, user
 from protocol.messages import ARBITER, Party
 from protocol.topology import Topology
 
 RECORD = "site.json"
 AUTHORITY, AUTHORITY_KEY = "ca.pem", "ca.key"
-#: Of each broker and each party.
-TRUSTED, CERTIFICATE, KEY, URL_FILE, COOKIE = "ca.pem", "cert.pem", "key.pem", "broker.url", "erlang.cookie"
 SECRET = frozenset((AUTHORITY_KEY, KEY, COOKIE))
-PLUGINS = "[rabbitmq_auth_mechanism_ssl].\n"
+PLUGINS = f"[{PLUGIN}].\n"
 TLS_PORT = 5671
 #: The folder of a party's files on its own host has the name of its broker user, and lies here.
 INSTALLED = "/etc/gpu-arbiter/tls"
@@ -211,15 +221,15 @@ class _Run:
         imported = definitions(users, topology, self.record.vhost, replicated=replicated)
         for host in hosts:
             config = broker_config() + tls_config(host.port, [each.name for each in hosts])
-            of = f"brokers/{host.name}"
+            of = f"{BROKERS}/{host.name}"
             self._certificate(of, authority, host.name, "broker", list(dict.fromkeys((host.address, host.name))))
-            self._wanted[f"{of}/rabbitmq.conf"] = config.encode()
+            self._wanted[f"{of}/{CONFIG}"] = config.encode()
             self._wanted[f"{of}/enabled_plugins"] = PLUGINS.encode()
-            self._wanted[f"{of}/definitions.json"] = json.dumps(imported, indent=1).encode() + b"\n"
+            self._wanted[f"{of}/{DEFINITIONS}"] = json.dumps(imported, indent=1).encode() + b"\n"
             if replicated:
                 self._wanted[f"{of}/{COOKIE}"] = self._cookie()
         for name in self.record.users:
-            of = f"parties/{name}"
+            of = f"{PARTIES}/{name}"
             self._certificate(of, authority, name, "party", [name])
             self._wanted[f"{of}/{URL_FILE}"] = f"{self._url(name)}\n".encode()
         self._drop_removed()
@@ -265,7 +275,7 @@ class _Run:
         """Return the secret by which the brokers of a cluster know each other: the one that there is, or a new one."""
         for there in (self._wanted, None):
             for host in self.record.hosts:
-                path = f"brokers/{host.name}/{COOKIE}"
+                path = f"{BROKERS}/{host.name}/{COOKIE}"
                 found = there.get(path) if there is not None else self._made(path)
                 if found:
                     return found
@@ -283,7 +293,7 @@ class _Run:
 
     def _drop_removed(self) -> None:
         for name in self.wishes.removed:
-            for of in (f"parties/{name}", f"brokers/{name}"):
+            for of in (f"{PARTIES}/{name}", f"{BROKERS}/{name}"):
                 files = [path for path in self.record.files if path.startswith(f"{of}/") and path not in self._wanted]
                 self._obsolete += files
                 self.fates += [Fate(of, "removed", "")] if files else []
@@ -362,8 +372,9 @@ def _write(path: Path, text: bytes, *, secret: bool) -> None:
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     beside = path.with_name(path.name + ".tmp")
     beside.unlink(missing_ok=True)
-    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600 if secret else 0o644)
+    descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     with os.fdopen(descriptor, "wb") as file:
+        os.fchmod(file.fileno(), 0o600 if secret else 0o644)  # whatever the umask
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -17,11 +17,13 @@ from pathlib import Path
 from typing import Literal
 from urllib.parse import quote, unquote, urlsplit
 
+import msgspec
 from msgspec import Struct
 
 from launch import participants
 from launch.faults import Fault, usage
-from launch.site import shipped
+from launch.site import host_files, shipped
+from launch.site.host_files import HostFiles
 from launch.site.steps import (
     PACKAGED_UNITS,
     UNITS,
@@ -45,7 +47,7 @@ from launch.site.steps import (
 )
 from node_agent.workers.records import Record
 from protocol import exit_codes
-from protocol.bus.provision import broker_config
+from protocol.bus.provision import broker_config, tls_config
 
 Role = Literal["arbiter", "node", "login", "broker"]
 ETC = "/etc/gpu-arbiter"
@@ -56,12 +58,22 @@ TMPFILES = "/etc/tmpfiles.d/gpu-arbiter.conf"
 PROFILE = "/etc/profile.d/gpu-arbiter.sh"
 BROKER_CONFIG = "/etc/rabbitmq/conf.d/90-gpu-arbiter.conf"
 BROKER_UNIT = "rabbitmq-server.service"
+BROKER_ACCOUNT, PLUGINS = "rabbitmq", "/etc/rabbitmq/enabled_plugins"
+#: In the plan of a broker that gets certificates.
+ALONE = "TLS alone: clients without a certificate, also those of other programs, are let in no more"
 DRIVER_UNIT = "nvidia-persistenced.service"
 ARBITER, NODE, LAUNCHER = ("gpu-arbiter.service", "gpu-arbiter-node-agent.service", "gpu-arbiter-launcher.service")
 GATEWAY, APP = ("gpu-arbiter-gateway.service", "gpu-arbiter-app-agent@.service")
 LAUNCHER_SOCKET = "/run/gpu-arbiter-launcher/launcher.sock"
 GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
 PROFILE_TEXT = f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n"
+#: Read after the gateway's, where a host has both.
+OWNERS_PROFILE = "/etc/profile.d/gpu-arbiter.user.sh"
+OWNERS_TEXT = f"""# A user with an app agent of their own submits there.
+if [ -e "{ETC}/app-$(id -un).toml" ]; then
+    export GPU_ARBITER_URL="unix:///run/gpu-arbiter-app/$(id -un)/control.sock"
+fi
+"""
 #: A node agent beside a launcher is not the user that trains.
 LAUNCHER_DROP_IN = f"{UNITS}/{NODE}.d/launcher.conf"
 LAUNCHER_USER = "[Service]\nUser=gpu-node\nGroup=gpu-node\n"
@@ -83,7 +95,8 @@ class Wish(Struct, frozen=True):
 
     A node or a gateway is named by `id`, or else by its host. `address` is the broker's, with its password; with
     `replaces_address` it takes the place of another. `parties` are the broker users that the broker's host makes, who
-    reach it at `broker_host`. `program` is the command that the units start.
+    reach it at `broker_host`. `given` are the certificates of the host's broker or daemon, with its address. `program`
+    is the command that the units start.
     """
 
     role: Role
@@ -97,14 +110,19 @@ class Wish(Struct, frozen=True):
     parties: tuple[str, ...] = ()
     vhost: str = "gpu"
     broker_host: str = ""
+    given: HostFiles = HostFiles(())
     program: str = shipped.PROGRAM
 
 
 class Daemon(Struct, frozen=True):
-    """A daemon of a role: its unit as it is enabled, its participant's user, and its files of `/etc/gpu-arbiter`."""
+    """A daemon of a role: its unit as it is enabled, its participant's user, and its files of `/etc/gpu-arbiter`.
+
+    `account` is the Unix user as which it runs.
+    """
 
     unit: str
     user: str = ""
+    account: str = "root"
     configuration: str = ""
     text: str = ""
     address: str = ""  #: the file with the broker's
@@ -135,12 +153,13 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
     """
     if wish.role == "arbiter":
         text = shipped.configurations([], "alice")["arbiter.toml"]
-        return [Daemon(ARBITER, "arbiter", "arbiter.toml", text, "arbiter.url")]
+        return [Daemon(ARBITER, "arbiter", "gpu-arbiter", "arbiter.toml", text, "arbiter.url")]
     if wish.role == "node":
         name = _id_on(host, "node.toml", "node", wish)
         _demand_launcher_as_installed(wish, host)
         text = shipped.node(name, LAUNCHER_SOCKET if wish.launcher else "")
-        node = Daemon(NODE, f"node-{name}", "node.toml", text, "node.url")
+        account = "gpu-node" if wish.launcher else "gpu-train"
+        node = Daemon(NODE, f"node-{name}", account, "node.toml", text, "node.url")
         launcher = Daemon(LAUNCHER, configuration="launcher.toml", text=shipped.file("launcher.toml"))
         return [launcher, node] if wish.launcher else [node]
     if wish.role == "login" and wish.owner:
@@ -149,10 +168,11 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
             raise usage(f"--owner: this host has no user {owner}", "name a Unix user of this host")
         text = shipped.configurations([], owner)[f"app-{owner}.toml"]
         unit = APP.replace("@", f"@{owner}")
-        return [Daemon(unit, f"app-{owner}", f"app-{owner}.toml", text, f"app-{owner}.url")]
+        return [Daemon(unit, f"app-{owner}", owner, f"app-{owner}.toml", text, f"app-{owner}.url")]
     if wish.role == "login":
         name = _id_on(host, "gateway.toml", "name", wish)
-        return [Daemon(GATEWAY, f"gateway-{name}", "gateway.toml", shipped.gateway(name), "gateway.url")]
+        text = shipped.gateway(name)
+        return [Daemon(GATEWAY, f"gateway-{name}", "gpu-gateway", "gateway.toml", text, "gateway.url")]
     return []
 
 
@@ -229,9 +249,10 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
     for each in daemons:
         yield File(f"{ETC}/{each.configuration}", each.text)
         if wish.address and each.address:
+            yield from _files_of(wish.given, each.account)
             yield File(f"{ETC}/{each.address}", f"{wish.address}\n", 0o600, replaces=wish.replaces_address)
-    if wish.role == "login" and not wish.owner:
-        yield File(PROFILE, PROFILE_TEXT)
+    if wish.role == "login":
+        yield File(OWNERS_PROFILE, OWNERS_TEXT) if wish.owner else File(PROFILE, PROFILE_TEXT)
     units = shipped.units(wish.program)
     for file in (*(each.file for each in daemons), *UNSTARTED.get(wish.role, ())):
         packaged = tuple(f"{folder}/{file}" for folder in PACKAGED_UNITS)
@@ -247,7 +268,34 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
         for unit in driver:
             yield Started(unit)
         for each in daemons:
-            yield Started(each.unit, each.files)
+            yield Started(each.unit, (*each.files, *(file.path for file in wish.given.files)))
+
+
+def _files_of(given: HostFiles, account: str) -> Iterator[Step]:
+    """Yield the files that `provision site` has made for a host; what is secret belongs to the account."""
+    for folder in dict.fromkeys(str(Path(each.path).parent) for each in given.files if each.secret):
+        if Path(folder).parent == Path(ETC, "tls"):
+            yield Folder(f"{ETC}/tls", exact=True)
+        yield Folder(folder, exact=True)
+    for each in given.files:
+        owner = account if each.secret else "root"
+        note = ALONE if each.path == host_files.TLS_CONFIG else ""
+        mode = 0o600 if each.secret else 0o644
+        yield File(each.path, each.text, mode, replaces=True, owner=owner, exact=True, note=note)
+
+
+def certificates(wish: Wish, host: Host, folder: Path) -> HostFiles:
+    """Return what a folder of `provision site` has for the role's daemon on this host.
+
+    Raises
+    ------
+    Fault
+        If it has nothing for it.
+    """
+    if wish.role == "broker":
+        return host_files.of_broker(folder, wish.host_name.partition(".")[0])
+    (user,) = (each.user for each in daemons_of(wish, host) if each.user)
+    return host_files.of_party(folder, user)
 
 
 def _has_unit(host: Host, unit: str) -> bool:
@@ -278,7 +326,7 @@ def _demand_addresses(daemons: Sequence[Daemon], wish: Wish, host: Host) -> None
             raise usage(
                 f"there is no {ETC}/{each.address}, without which {each.unit} does not start",
                 f"give the broker's address in a file, amqp://{each.user}:PASSWORD@BROKER-HOST:5672/{wish.vhost}: "
-                "--bus-file FILE",
+                "--bus-file FILE; or what `gpu-arbiter provision site` has made: --certs FOLDER",
             )
 
 
@@ -309,11 +357,13 @@ def left_to_do(wish: Wish, host: Host) -> list[str]:
     if wish.role == "login" and not wish.owner:
         left.append("name this gateway in arbiter.toml, [[gateways]]   # docs/operations.md, Tasks as their users")
     if wish.owner:
-        left.append(f"export GPU_ARBITER_URL=unix:///run/gpu-arbiter-app/{wish.owner}/control.sock   # as {wish.owner}")
+        socket = f"unix:///run/gpu-arbiter-app/{wish.owner}/control.sock"
+        left.append(f"export GPU_ARBITER_URL={socket}   # as {wish.owner}, or log in anew")
     if wish.role == "broker":
         if not wish.start:
             left.append(f"systemctl restart {BROKER_UNIT.removesuffix('.service')}   # or again with --start")
-        if not wish.parties:
+        left += [f"copy {path} to the host of {path.name}: --certs {path.name} there" for path in wish.given.others]
+        if not wish.parties and not host.at(host_files.TLS_CONFIG).exists() and not wish.given.files:
             left.append(
                 "gpu-arbiter install broker --start --party arbiter --party node-n1 --party app-alice   # with yours"
             )
@@ -327,6 +377,11 @@ def left_to_do(wish: Wish, host: Host) -> list[str]:
 def _broker(wish: Wish, host: Host) -> Iterator[Step]:
     if not _has_unit(host, BROKER_UNIT):
         raise Fault("RabbitMQ is not on this host", next_step="apt-get install rabbitmq-server")
+    if wish.parties and host.at(host_files.TLS_CONFIG).exists():
+        raise usage(
+            f"--party makes a user with a password, and by {host_files.TLS_CONFIG} this broker lets none in",
+            "`gpu-arbiter provision site` makes another participant; then here: --certs FOLDER",
+        )
     if wish.parties and not host.live:
         raise usage("--party asks the broker that runs here", "leave out --root, or --party")
     written = _has_lines(host)
@@ -334,9 +389,14 @@ def _broker(wish: Wish, host: Host) -> Iterator[Step]:
         yield Kept(written, "it has the lines that the broker needs")
     else:
         yield File(BROKER_CONFIG, broker_config(), replaces=True)
+    if wish.given.files:
+        yield Plugin(host_files.PLUGIN)
+        yield from _files_of(wish.given, BROKER_ACCOUNT)
     yield Enabled(BROKER_UNIT)
     if wish.start:
-        yield Started(BROKER_UNIT, (BROKER_CONFIG,), wait=True)
+        given = (PLUGINS, *(each.path for each in wish.given.files)) if wish.given.files else ()
+        files = (written or BROKER_CONFIG, host_files.TLS_CONFIG, *given)
+        yield Started(BROKER_UNIT, files, wait=True)
     if wish.parties:
         yield Folder(ETC)
         yield Folder(ADDRESSES, 0o700)
@@ -374,6 +434,38 @@ def _on_the_broker(host: Host, before: Sequence[Planned], kind: str, name: str) 
     if any(isinstance(each.step, Started) and each.look.act != "keep" for each in before):
         return Look("make", "unless the broker has it once it runs")
     raise Fault("the broker on this host does not answer", next_step="do the same with --start")
+
+
+class Plugin(Struct, frozen=True):
+    """The broker loads a plugin when it starts, beside those that an admin has chosen."""
+
+    name: str
+    path: str = PLUGINS
+
+    @property
+    def what(self) -> str:
+        """Return its name."""
+        return f"plugin {self.name} of the broker"
+
+    def look(self, host: Host, before: Sequence[Planned]) -> Look:
+        """Read which ones it loads."""
+        return Look("keep" if self.name in _plugins(host) else "make")
+
+    def do(self, host: Host) -> None:
+        """Add it to them; comments stay."""
+        path, known = host.inside(self.path), _plugins(host)
+        text = path.read_text(encoding="utf-8") if known else ""
+        more, found = re.subn(r"^([^%\n]*)\]", rf"\g<1>,{self.name}]", text, count=1, flags=re.MULTILINE)
+        write(path, more if found else f"[{','.join((*known, self.name))}].\n", 0o644)
+
+
+def _plugins(host: Host) -> list[str]:
+    """Return the plugins that the broker loads, which stand in a list of Erlang's."""
+    try:
+        text = host.at(PLUGINS).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return []
+    return re.findall(r"\w+", re.sub("%.*", "", text))
 
 
 class VirtualHost(Struct, frozen=True):
@@ -497,7 +589,7 @@ def _removal(host: Host, *, purge: bool) -> Iterator[Step]:
     if host.live:
         yield from (Absent(path) for path in ("/run/gpu-arbiter-node",) if Path(path).exists() and not busy)
     drop_ins = {f"/{path.relative_to(host.root)}" for path in host.at(UNITS).glob("gpu-arbiter*.service.d")}
-    configuration = [ETC, *sorted(drop_ins)]
+    configuration = [ETC, host_files.FOLDER, *sorted(drop_ins)]
     for path in (*configuration, *STATE):
         if host.at(path).exists() and not _is_ours_alone(host.at(path)):
             kind = "configuration" if path in configuration else "state"
@@ -521,7 +613,7 @@ def _is_ours_alone(path: Path) -> bool:
 def _made(host: Host, *, purge: bool) -> Iterator[Step]:
     """Yield the files that `install` or `units` makes besides configuration and state; an admin's own text stays."""
     units = {f"{UNITS}/{name}": text for name, text in shipped.units().items()}
-    for path, text in {**units, **_texts()}.items():
+    for path, text in {**units, **_texts(host)}.items():
         place = host.at(path)
         if place.is_symlink():
             yield Kept(path, f"it is a link to {place.readlink()}")
@@ -534,15 +626,46 @@ def _made(host: Host, *, purge: bool) -> Iterator[Step]:
             yield Absent(aside) if purge else Kept(aside, "`install` has put it aside, and --purge removes it")
 
 
-def _texts() -> dict[str, str]:
+def _texts(host: Host) -> dict[str, str]:
     """Return the texts of the files of `install` that are neither units nor configuration, by path."""
+    port = re.search(r"^listeners[.]ssl[.]default = (\d+)$", _text(host, host_files.TLS_CONFIG), re.MULTILINE)
     return {
+        host_files.TLS_CONFIG: tls_config(int(port[1]) if port else 0, folder=host_files.FOLDER),
         LAUNCHER_DROP_IN: LAUNCHER_USER,
         SYSUSERS: shipped.file("sysusers.conf"),
         TMPFILES: shipped.file("tmpfiles.conf"),
         PROFILE: PROFILE_TEXT,
+        OWNERS_PROFILE: OWNERS_TEXT,
         BROKER_CONFIG: broker_config(),
     }
+
+
+def _text(host: Host, path: str) -> str:
+    """Return the text of a file; empty if there is none."""
+    try:
+        return host.at(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+class _BrokerUser(Struct, frozen=True):
+    name: str
+
+
+class _Definitions(Struct, frozen=True):
+    """What a definitions.json says of users."""
+
+    users: tuple[_BrokerUser, ...] = ()
+
+
+def _users(host: Host) -> list[str]:
+    """Return the users that `install` has given the broker on this host."""
+    made = [path.stem for path in sorted(host.at(ADDRESSES).glob("*.url"))]
+    try:
+        text = _text(host, f"{host_files.FOLDER}/{host_files.DEFINITIONS}")
+        return [*made, *(each.name for each in msgspec.json.decode(text, type=_Definitions).users)]
+    except msgspec.DecodeError:  # there is none, or it is damaged
+        return made
 
 
 def left_after(host: Host) -> list[str]:
@@ -550,8 +673,9 @@ def left_after(host: Host) -> list[str]:
     accounts = re.findall(r"^u (\S+)", shipped.file("sysusers.conf"), re.MULTILINE)
     there = [name for name in accounts if host.account(name) is not None]
     left = [f"userdel {name}   # once no file is left of it" for name in there]
-    if host.at(ADDRESSES).is_dir():
-        left += [f"rabbitmqctl delete_user {path.stem}" for path in sorted(host.at(ADDRESSES).glob("*.url"))]
+    users = _users(host)
+    if users:
+        left += [f"rabbitmqctl delete_user {user}" for user in users]
         left.append("rabbitmqctl delete_vhost gpu   # with all queues of the site")
     if host.at(f"{shipped.PROGRAM}").exists():
         left.append(f"rm -rf {Path(shipped.PROGRAM).parents[1]}   # the program, unless a package brought it")

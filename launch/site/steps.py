@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Literal, Protocol
 
@@ -110,6 +111,15 @@ class Host:
     def runs(self, unit: str) -> bool:
         """Whether a unit runs, or is about to."""
         return self.systemctl("is-active", unit).stdout.strip() in ("active", "activating", "reloading")
+
+    def started_at(self, unit: str) -> float:
+        """Return the time of the clock, in seconds, at which a unit's program was started; 0 if that is not known."""
+        asked = ("show", "--timestamp=us+utc", "--property=ExecMainStartTimestamp", "--value", unit)
+        _, _, told = self.systemctl(*asked).stdout.strip().partition(" ")  # after the day of the week
+        try:
+            return datetime.fromisoformat(told.replace(" UTC", "+00:00")).timestamp()
+        except ValueError:
+            return 0.0
 
     def units(self, pattern: str) -> list[str]:
         """Return the names of the units of a pattern that are enabled or loaded, instances of templates among them."""
@@ -217,10 +227,11 @@ def _free(path: Path) -> Path:
 
 
 class Folder(Struct, frozen=True):
-    """A folder of root's."""
+    """A folder of root's. One that is `exact` is also opened where its mode is narrower."""
 
     path: str
     mode: int = 0o755
+    exact: bool = False
 
     @property
     def what(self) -> str:
@@ -232,22 +243,25 @@ class Folder(Struct, frozen=True):
         path = host.inside(self.path)
         if path.is_symlink():
             return Look("keep", f"it is a link to {path.readlink()}")
-        return _compared(path, self.mode)
+        return _compared(path, self.mode, exact=self.exact)
 
     def do(self, host: Host) -> None:
         """Make it, or close it."""
         path = host.inside(self.path)
-        if not path.exists():
-            path.mkdir(parents=True)
+        made = not path.exists()
+        path.mkdir(parents=True, exist_ok=True)
+        if made or self.exact:
             path.chmod(self.mode)
+            os.chown(path, 0, 0)
         _close(path, self.mode)
 
 
 class File(Struct, frozen=True):
-    """A file of root's that is written once: what is there stays, but is closed if it is open wider than `mode`.
+    """A file that is written once: what is there stays, but is closed if it is open wider than `mode`.
 
     It need not be there where one of `elsewhere` is, which a package has brought. A file with `replaces` is not the
-    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``.
+    admin's own: another text is put aside as ``NAME.old``, ``NAME.old.1``. An `owner` in place of root is an account.
+    One that is `exact` is also written anew where its mode is narrower, or its group another. The plan has the `note`.
     """
 
     path: str
@@ -255,6 +269,9 @@ class File(Struct, frozen=True):
     mode: int = 0o644
     elsewhere: tuple[str, ...] = ()
     replaces: bool = False
+    owner: str = "root"
+    exact: bool = False
+    note: str = ""
 
     @property
     def what(self) -> str:
@@ -272,41 +289,55 @@ class File(Struct, frozen=True):
         if path.is_file() and self._is_another(path):
             aside = "" if is_written(path, self.text) else f", which is kept as {_free(path).name}"
             return Look("change", f"it has another text{aside}")
-        return _compared(path, self.mode)
+        found = _compared(path, self.mode, self.owner, host, exact=self.exact)
+        return Look("make", self.note) if found.act == "make" else found
 
     def do(self, host: Host) -> None:
         """Write it, or close what is there."""
-        path = host.inside(self.path)
+        path, owner = host.inside(self.path), _numbers(host, self.owner)
         path.parent.mkdir(parents=True, exist_ok=True)
         another = path.exists() and self._is_another(path)
         if another and not is_written(path, self.text):
             _close(path, self.mode)
             path.replace(_free(path))
-        if path.exists() and not another:
-            _close(path, self.mode)
+        if path.exists() and not another and not self.exact:
+            _close(path, self.mode, owner)
         else:
-            write(path, self.text, self.mode)
+            write(path, self.text, self.mode, owner)
 
     def _is_another(self, path: Path) -> bool:
         return self.replaces and path.read_text(encoding="utf-8", errors="replace") != self.text
 
 
-def _compared(path: Path, mode: int) -> Look:
-    """Look whether a path is there, root's, and open no wider than `mode`."""
+def _numbers(host: Host, owner: str) -> tuple[int, int]:
+    """Return number and group of an account; raises `Fault` if the host has no such account."""
+    found = (0, 0) if owner == "root" else host.account(owner)
+    if found is None:
+        raise Fault(f"this host has no account {owner}", next_step="install what makes it, and do the same again")
+    return found
+
+
+def _compared(path: Path, mode: int, owner: str = "root", host: Host | None = None, *, exact: bool = False) -> Look:
+    """Look whether a path is there, its owner's, and open no wider than `mode`; an `exact` one has it and the group."""
     try:
         found = path.stat()
     except FileNotFoundError:
         return Look("make")
     if found.st_mode & 0o7777 & ~mode:
         return Look("change", f"its mode {found.st_mode & 0o7777:o} is wider than {mode:o}")
-    if found.st_uid:
-        return Look("change", f"it belongs to user {found.st_uid} and should be root's")
+    account = (0, 0) if owner == "root" or host is None else host.account(owner)
+    if account is None or found.st_uid != account[0]:
+        return Look("change", f"it belongs to user {found.st_uid} and should be {owner}'s")
+    if exact and found.st_mode & 0o7777 != mode:
+        return Look("change", f"its mode {found.st_mode & 0o7777:o} should be {mode:o}")
+    if exact and found.st_gid != account[1]:
+        return Look("change", f"it belongs to group {found.st_gid} and should be {owner}'s")
     return Look("keep")
 
 
-def _close(path: Path, mode: int) -> None:
+def _close(path: Path, mode: int, owner: tuple[int, int] = (0, -1)) -> None:
     path.chmod(path.stat().st_mode & mode)
-    os.chown(path, 0, -1)
+    os.chown(path, *owner)
 
 
 class Accounts(Struct, frozen=True):
@@ -434,12 +465,17 @@ class Started(Struct, frozen=True):
         return f"daemon {self.unit}"
 
     def look(self, host: Host, before: Sequence[Planned]) -> Look:
-        """Ask systemctl."""
+        """Ask systemctl. Files may also be new since an installation that started nothing."""
         if not host.runs(self.unit):
             return Look("make", "systemctl start")
-        changed = {each.step.path for each in before if each.look.act != "keep" and isinstance(each.step, File)}
+        changed = {getattr(each.step, "path", "") for each in before if each.look.act != "keep"}
         if changed & set(self.files) or _touches_units(before, self.unit):
             return Look("change", "systemctl restart, as its files are new")
+        written = {path: host.at(path).stat().st_mtime for path in self.files if host.at(path).exists()}
+        newest = max(written, key=lambda path: written[path], default="")
+        started = host.started_at(self.unit) if newest else 0.0
+        if started and written[newest] > started:
+            return Look("change", f"systemctl restart, as {newest} is newer than its start")
         return Look("keep")
 
     def do(self, host: Host) -> None:

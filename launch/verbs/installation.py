@@ -93,6 +93,10 @@ def install(
     bus_file: Annotated[
         Path | None, typer.Option(metavar="FILE", help="a file with the broker's address for the daemon")
     ] = None,
+    certs: Annotated[
+        Path | None,
+        typer.Option(metavar="FOLDER", help="certificates for TLS: what `provision site` has made, or its part"),
+    ] = None,
     id: Annotated[str, typer.Option(help="of a node or a gateway; by default the host's name")] = "",  # noqa: A002
     launcher: Annotated[bool, typer.Option("--launcher", help="of a node: tasks run as their users")] = False,
     owner: Annotated[str, typer.Option(help="of a login host: this user's app agent in place of the gateway")] = "",
@@ -115,6 +119,7 @@ def install(
         from launch.site import roles
 
         given = {"--id": id, "--launcher": launcher, "--owner": owner, "--party": party, "--bus-file": bus_file}
+        given["--certs"] = certs
         _demand_fitting(role, [option for option, value in given.items() if value])
         _demand_root(dry_run=dry_run)
         host = _host(root)
@@ -130,8 +135,12 @@ def install(
             broker_host=address or socket.gethostname(),
         )
         with _readable(host):
-            address = _address(bus_file, roles.made_address(wish, host))
-            wish = replace(wish, address=address, replaces_address=bus_file is not None)
+            if certs is not None:
+                given_files = roles.certificates(wish, host, certs)
+                wish = replace(wish, given=given_files, address=given_files.address, replaces_address=True)
+            else:
+                address = _address(bus_file, roles.made_address(wish, host))
+                wish = replace(wish, address=address, replaces_address=bus_file is not None)
             steps = roles.steps_of(wish, host)
             if roles.writes_units(steps, host):
                 program = _program()
@@ -166,10 +175,10 @@ def uninstall(
 
 #: The options that a role has of its own.
 OPTIONS = {
-    "arbiter": ("--bus-file",),
-    "node": ("--bus-file", "--id", "--launcher"),
-    "login": ("--bus-file", "--id", "--owner"),
-    "broker": ("--party",),
+    "arbiter": ("--bus-file", "--certs"),
+    "node": ("--bus-file", "--certs", "--id", "--launcher"),
+    "login": ("--bus-file", "--certs", "--id", "--owner"),
+    "broker": ("--certs", "--party"),
 }
 
 
@@ -183,6 +192,9 @@ def _demand_fitting(role: str, given: Sequence[str]) -> None:
         raise usage(f"{wrong} is not for the role {role}, but for {of}", "leave it out")
     if {"--id", "--owner"} <= set(given):
         raise usage("--id names a gateway, which --owner replaces by an app agent", "leave one of them out")
+    for other in ("--bus-file", "--party"):
+        if {"--certs", other} <= set(given):
+            raise usage(f"--certs brings participants and addresses, in place of {other}", "leave one of them out")
 
 
 def _demand_root(*, dry_run: bool) -> None:

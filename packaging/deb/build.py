@@ -1,4 +1,6 @@
-"""Build ``dist/gpu-arbiter_VERSION_ARCH.deb``: ``python packaging/deb/build.py [--to FOLDER]``; `make deb` runs it.
+"""Build ``dist/gpu-arbiter_VERSION_ARCH.deb``: ``python packaging/deb/build.py [--to FOLDER] [--version VERSION]``.
+
+`make deb` runs it. The version is that of pyproject.toml unless another is given, as to rehearse an upgrade.
 
 The package is one environment at /opt/gpu-arbiter with the versions of requirements.lock, the systemd units, and the
 accounts that these run as. No unit is enabled: a host is what its admin enables. The environment is for the Python of
@@ -12,6 +14,7 @@ import compileall
 import gzip
 import os
 import py_compile
+import re
 import shutil
 import subprocess
 import sys
@@ -44,14 +47,18 @@ def main() -> int:
     """Build the package, print its path."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--to", type=Path, default=ROOT / "dist", help="the folder for the package")
-    folder: Path = parser.parse_args().to
+    parser.add_argument("--version", default="", help="in place of that in pyproject.toml, such as 0.2.0")
+    given = parser.parse_args()
+    folder: Path = given.to
+    if given.version and not re.fullmatch(r"\d+(\.\d+)*", given.version):
+        parser.error(f"--version {given.version!r} is no version; write numbers with dots between them, such as 0.2.0")
     why = obstacle()
     if why:
         sys.stderr.write(f"{why}\n")
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="gpu-arbiter-deb-") as scratch:
-        sys.stdout.write(f"{package(Path(scratch), folder)}\n")
+        sys.stdout.write(f"{package(Path(scratch), folder, given.version)}\n")
     return 0
 
 
@@ -64,8 +71,8 @@ def obstacle() -> str:
     return ""
 
 
-def package(scratch: Path, folder: Path) -> Path:
-    """Build the package in `scratch`; return its path in `folder`.
+def package(scratch: Path, folder: Path, version: str) -> Path:
+    """Build the package in `scratch`; return its path in `folder`. An empty `version` is that of the project.
 
     Raises
     ------
@@ -73,7 +80,7 @@ def package(scratch: Path, folder: Path) -> Path:
         If pip or dpkg-deb fails; it has said why.
     """
     root = scratch / "root"
-    wheel = build_wheel(scratch)
+    wheel = build_wheel(scratch, version)
     version = wheel.name.split("-")[1]
     environment(root / OPT, wheel)
     files_of_the_system(root, version)
@@ -82,7 +89,7 @@ def package(scratch: Path, folder: Path) -> Path:
     return pack(root, folder, version)
 
 
-def build_wheel(scratch: Path) -> Path:
+def build_wheel(scratch: Path, version: str) -> Path:
     """Return the wheel of what Git follows; setuptools would take stale files from elsewhere."""
     source = scratch / "source"
     followed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -90,6 +97,10 @@ def build_wheel(scratch: Path) -> Path:
         if (ROOT / name).is_file():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, source / name)
+    if version:
+        project = source / "pyproject.toml"
+        text = re.sub("^version = .*$", f'version = "{version}"', project.read_text(), count=1, flags=re.MULTILINE)
+        project.write_text(text)
     pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", scratch, source)
     (wheel,) = scratch.glob("*.whl")
     return wheel

@@ -8,13 +8,18 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import pwd
+import re
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 from typer.testing import CliRunner
 
 import app_agent.config
@@ -23,9 +28,9 @@ import arbiter.config
 import node_agent.config
 import node_agent.launcher.config
 from launch import cli, participants
-from launch.site import roles, shipped
+from launch.site import host_files, roles, shipped
 from launch.site.steps import Host, Look, plan
-from protocol.bus.provision import broker_config
+from protocol.bus.provision import broker_config, tls_config
 from tests.support import rabbitmq
 
 MISSING = [name for name in ("systemctl", "systemd-sysusers", "systemd-tmpfiles") if shutil.which(name) is None]
@@ -36,7 +41,15 @@ as_root = pytest.mark.skipif(
 needs_systemctl = pytest.mark.skipif("systemctl" in MISSING, reason="systemctl is not on this host")
 ACCOUNTS = {"gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train"}
 #: What an installation writes besides units and configuration.
-WRITTEN = (roles.LAUNCHER_DROP_IN, roles.SYSUSERS, roles.TMPFILES, roles.PROFILE, roles.BROKER_CONFIG)
+WRITTEN = (
+    roles.LAUNCHER_DROP_IN,
+    roles.SYSUSERS,
+    roles.TMPFILES,
+    roles.PROFILE,
+    roles.OWNERS_PROFILE,
+    roles.BROKER_CONFIG,
+    host_files.TLS_CONFIG,
+)
 ADDRESS = "amqp://arbiter:secret@broker:5672/gpu"
 
 
@@ -221,6 +234,238 @@ def test_the_address_that_the_brokers_host_made_is_taken_there(root: Path) -> No
     assert "PASSWORD" not in noted
     _, noted = run("install", "arbiter", "--root", root)
     assert "/etc/gpu-arbiter/arbiter.url <<< 'amqp://arbiter:PASSWORD@" in noted
+
+
+# --- certificates -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def certs(tmp_path: Path) -> Path:
+    """What `provision site` makes for a site with one broker."""
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    folder = tmp_path / "certs"
+    run(
+        "provision", "site", folder, "--nodes", "n1", "--owners", "alice", "--gateways", "g1", "--hosts", "hub=10.0.0.1"
+    )
+    return folder
+
+
+CERTIFIED: Mapping[tuple[str, ...], tuple[str, str, str]] = {
+    ("arbiter",): ("arbiter", "arbiter.url", "gpu-arbiter"),
+    ("node", "--id", "n1"): ("node-n1", "node.url", "gpu-train"),
+    ("node", "--id", "n1", "--launcher"): ("node-n1", "node.url", "gpu-node"),
+    ("login", "--id", "g1"): ("gateway-g1", "gateway.url", "gpu-gateway"),
+    ("login", "--owner", "alice"): ("app-alice", "app-alice.url", "alice"),
+}
+
+
+@as_root
+@pytest.mark.parametrize("words", CERTIFIED, ids=" ".join)
+@pytest.mark.parametrize("alone", [False, True], ids=["from the site's folder", "from a copy of the part"])
+def test_a_daemon_gets_its_certificates_and_its_key_is_its_own(
+    root: Path, certs: Path, words: tuple[str, ...], *, alone: bool
+) -> None:
+    user, address, account = CERTIFIED[words]
+    given = shutil.copytree(certs / "parties" / user, root.parent / user) if alone else certs
+    told, noted = run("install", *words, "--root", root, "--certs", given)
+    assert "PASSWORD" not in noted
+    for name, mode in (("ca.pem", 0o644), ("cert.pem", 0o644), ("key.pem", 0o600)):
+        laid = root / "etc/gpu-arbiter/tls" / user / name
+        assert laid.read_text() == (certs / "parties" / user / name).read_text()
+        owner = Host(root).account(account) if name == "key.pem" else (0, 0)
+        assert ((laid.stat().st_uid, laid.stat().st_gid), laid.stat().st_mode & 0o777) == (owner, mode)
+    installed = root / "etc/gpu-arbiter" / address
+    assert installed.read_text() == (certs / "parties" / user / "broker.url").read_text()
+    assert installed.stat().st_mode & 0o777 == 0o600
+    told, _ = run("install", *words, "--root", root, "--certs", given)
+    assert set(acts(told).values()) == {"keep"}
+
+
+@as_root
+def test_certificates_that_were_laid_by_hand_and_closed_are_opened_to_the_daemon(root: Path, certs: Path) -> None:
+    line = ("install", "node", "--id", "n1", "--root", root, "--certs", certs)
+    run(*line)
+    folder = root / "etc/gpu-arbiter/tls/node-n1"
+    right = {path: path.stat() for path in (folder.parent, folder, *sorted(folder.iterdir()))}
+    for path in right:
+        path.chmod(0o700 if path.is_dir() else 0o400)
+        os.chown(path, 2001, 2001)
+    run(*line)
+    for path, before in right.items():
+        now = path.stat()
+        assert (now.st_uid, now.st_gid, now.st_mode) == (before.st_uid, before.st_gid, before.st_mode), path
+    assert list(folder.glob("*.old*")) == []
+    (folder / "ca.pem").chmod(0o600)
+    assert acts(run(*line)[0])["file /etc/gpu-arbiter/tls/node-n1/ca.pem"] == "change"
+    assert set(acts(run(*line)[0]).values()) == {"keep"}
+
+
+def test_a_site_is_provisioned_with_the_same_modes_by_a_root_who_keeps_files_closed(tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    before = os.umask(0o077)
+    try:
+        run("provision", "site", tmp_path / "certs", "--nodes", "n1", "--hosts", "hub=10.0.0.1")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "certs/parties/node-n1").iterdir()}
+    assert (modes["cert.pem"], modes["key.pem"]) == (0o644, 0o600)
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("/etc/gpu-arbiter/tls/node-n1/ca.pem", "/etc/ssl/certs/ca-certificates.crt"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "/etc/ssl/certs/"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "/etc/gpu-arbiter/../node-n1/"),
+        ("/etc/gpu-arbiter/tls/node-n1/", "tls/node-n1/"),
+        ("node-n1/key.pem", "node-n1/cert.pem"),
+    ],
+)
+def test_an_address_whose_files_are_not_in_the_participants_folder_is_refused(
+    root: Path, certs: Path, old: str, new: str
+) -> None:
+    url = certs / "parties/node-n1/broker.url"
+    url.write_text(url.read_text().replace(old, new))
+    line = ("install", "node", "--id", "n1", "--root", root, "--dry-run", "--certs", certs)
+    assert "names other files than ca.pem, cert.pem, key.pem in one folder node-n1" in run(*line, code=2)[1]
+
+
+@as_root
+def test_a_plugin_is_added_between_the_admins_comments(root: Path) -> None:
+    host, step = Host(root), roles.Plugin("ours")
+    for text, after in (
+        ("% [mine]\n[a, % first]\n b].\n", "% [mine]\n[a, % first]\n b,ours].\n"),
+        ("[]. % none\n", "[ours].\n"),
+        ("", "[ours].\n"),
+    ):
+        path = write(root / "etc/rabbitmq/enabled_plugins", text)
+        step.do(host)
+        assert path.read_text() == after
+        assert step.look(host, []).act == "keep"
+
+
+@as_root
+def test_a_certificate_that_was_made_anew_replaces_the_old_one(root: Path, certs: Path) -> None:
+    line = ("install", "node", "--id", "n1", "--root", root, "--certs", certs)
+    run(*line)
+    key = root / "etc/gpu-arbiter/tls/node-n1/key.pem"
+    before = key.read_text()
+    run("provision", "site", certs, "--renew-days", "800", "--days", "900")
+    told, _ = run(*line)
+    assert {what for what, act in acts(told).items() if act == "change"} == {
+        f"file /etc/gpu-arbiter/tls/node-n1/{name}" for name in ("cert.pem", "key.pem")
+    }
+    assert key.read_text() == (certs / "parties/node-n1/key.pem").read_text() != before
+    aside = key.with_name("key.pem.old").stat()
+    assert (aside.st_uid, aside.st_mode & 0o777) == (0, 0o600)
+    run("uninstall", "--root", root, "--purge")
+    assert not key.parent.exists()
+
+
+@as_root
+def test_the_broker_gets_certificates_beside_what_is_the_admins(root: Path, certs: Path) -> None:
+    with (root / "etc/passwd").open("a") as accounts:
+        accounts.write("rabbitmq:x:2999:2998::/var/lib/rabbitmq:/bin/sh\n")
+    mine = write(root / "etc/rabbitmq/rabbitmq.conf", "log.console = true\n")
+    plugins = write(root / "etc/rabbitmq/enabled_plugins", "[rabbitmq_management]. % mine\n")
+    line = ("install", "broker", "--root", root, "--certs", certs)
+    told, noted = run(*line)
+    assert "91-gpu-arbiter-tls.conf: TLS alone: clients without a certificate" in told
+    assert f"next: copy {certs}/parties/node-n1 to the host of node-n1: --certs node-n1 there" in noted
+    assert mine.read_text() == "log.console = true\n"
+    assert plugins.read_text() == "[rabbitmq_management,rabbitmq_auth_mechanism_ssl]. % mine\n"
+    lines = (root / "etc/rabbitmq/conf.d/91-gpu-arbiter-tls.conf").read_text()
+    assert lines == tls_config(5671, ["hub"], "/etc/rabbitmq/gpu-arbiter")
+    named = set(re.findall("= (/etc/rabbitmq/.*)", lines))
+    assert len(named) == 4
+    assert all((root / path.lstrip("/")).is_file() for path in named)
+    key = (root / "etc/rabbitmq/gpu-arbiter/key.pem").stat()
+    assert (key.st_uid, key.st_gid, key.st_mode & 0o777) == (2999, 2998, 0o600)
+    assert set(acts(run(*line)[0]).values()) == {"keep"}
+    assert set(acts(run("install", "broker", "--root", root)[0]).values()) == {"keep"}, "TLS stays"
+    refused = run("install", "broker", "--root", root, "--party", "node-n2", code=2)[1]
+    assert "this broker lets none in" in refused
+    assert "provision site" in refused
+    told, noted = run("uninstall", "--root", root)
+    assert acts(told)["/etc/rabbitmq/gpu-arbiter"] == "keep"
+    assert "next: rabbitmqctl delete_user app-alice" in noted
+    run("uninstall", "--root", root, "--purge")
+    left = [name for name in files(root) if name.startswith("etc/rabbitmq/")]
+    assert set(left) == {"etc/rabbitmq/enabled_plugins", "etc/rabbitmq/rabbitmq.conf"}
+
+
+@as_root
+def test_a_broker_that_ran_when_its_certificates_came_is_started_anew_by_the_next_installation(
+    root: Path, certs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with (root / "etc/passwd").open("a") as accounts:
+        accounts.write("rabbitmq:x:2999:2998::/var/lib/rabbitmq:/bin/sh\n")
+    clock = write(tmp_path / "started", "")
+    asked = f'case "$*" in *is-active*) echo active;; *is-enabled*) echo enabled;; *show*) cat {clock};; esac'
+    program = write(tmp_path / "bin/systemctl", f"#!/bin/sh\n{asked}\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+    run("install", "broker", "--root", root, "--certs", certs)
+
+    def look(start: datetime) -> Look:
+        clock.write_text(f"{start:%a %Y-%m-%d %H:%M:%S.%f} UTC\n")
+        host = Host(root)
+        wish = roles.Wish("broker", host_name="hub", start=True)
+        wish = replace(wish, given=roles.certificates(wish, host, certs))
+        *files, last = plan(roles.steps_of(wish, host), host)
+        assert {each.look.act for each in files} == {"keep"}
+        return last.look
+
+    now = datetime.now(UTC)
+    assert look(now - timedelta(hours=1)).act == "change", "it goes on in the clear"
+    assert "is newer than its start" in look(now - timedelta(hours=1)).why
+    assert look(now + timedelta(seconds=1)) == Look("keep")
+    later = now.timestamp() + 60
+    os.utime(root / roles.PLUGINS.lstrip("/"), (later, later))
+    assert look(now + timedelta(seconds=1)).act == "change", "a plugin is loaded at the start only"
+    assert look(now + timedelta(seconds=90)) == Look("keep")
+
+
+@needs_systemctl
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("node", "--id", "n2", "--certs", "certs"), "/parties/node-n2/broker.url"),
+        (("node", "--id", "n1", "--certs", "certs/parties/app-alice"), "is of app-alice, and this host's daemon is"),
+        (("broker", "--certs", "certs/parties"), "--certs: there is no broker in "),
+        (("broker", "--certs", "certs", "--party", "arbiter"), "--certs brings participants and addresses, in place"),
+        (("arbiter", "--certs", "certs", "--bus-file", "x"), "--certs brings participants and addresses, in place"),
+    ],
+)
+def test_certificates_of_another_host_are_refused(
+    root: Path, certs: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...], says: str
+) -> None:
+    monkeypatch.chdir(certs.parent)
+    before = files(root)
+    assert says in run("install", "--root", root, "--dry-run", *words, code=2)[1]
+    assert files(root) == before
+
+
+@needs_systemctl
+def test_a_broker_of_three_is_set_up_by_hand(root: Path, tmp_path: Path) -> None:
+    pytest.importorskip("cryptography", reason="the extra `users` is not installed")
+    hosts = "b1=10.0.0.1,b2=10.0.0.2,b3=10.0.0.3"
+    run("provision", "site", tmp_path / "certs", "--hosts", hosts)
+    line = ("install", "broker", "--root", root, "--dry-run", "--certs")
+    assert "has b1, b2, b3" in run(*line, tmp_path / "certs", code=2)[1]
+    assert "is of one of three brokers" in run(*line, tmp_path / "certs/brokers/b2", code=2)[1]
+
+
+def test_a_user_who_logs_in_finds_an_app_agent_of_their_own(root: Path) -> None:
+    text = roles.OWNERS_TEXT.replace("/etc/", f"{root}/etc/")
+    line = ["sh", "-c", f'{text}\necho "${{GPU_ARBITER_URL:-none}}"']
+    me = pwd.getpwuid(os.geteuid()).pw_name
+    assert subprocess.run(line, capture_output=True, text=True, check=True).stdout == "none\n"
+    write(root / f"etc/gpu-arbiter/app-{me}.toml", "")
+    said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
+    assert said == f"unix:///run/gpu-arbiter-app/{me}/control.sock\n"
+    assert said.strip().removeprefix("unix://") in shipped.configurations([], me)[f"app-{me}.toml"]
 
 
 @as_root
@@ -438,6 +683,7 @@ def whole(root: Path) -> Path:
     for words in ROLES:
         if words != ("node", "--id", "n7"):
             run("install", *words, "--root", root)
+    write(root / host_files.TLS_CONFIG.lstrip("/"), tls_config(5671, folder=host_files.FOLDER))
     write(root / "etc/systemd/system/gpu-arbiter.service.d/override.conf", "[Service]\n")
     own = write(root / "etc/systemd/system/gpu-arbiter-nightly.service", "[Install]\nWantedBy=multi-user.target\n")
     (own.parent / "multi-user.target.wants" / own.name).symlink_to(own)
@@ -559,6 +805,14 @@ def test_it_refuses_while_training_runs_here_unless_it_is_forced(root: Path, sta
         run("uninstall", "--root", root, "--force")
     assert not (root / roles.UNITS.lstrip("/") / roles.NODE).exists()
     run("uninstall", "--root", root)  # the task is over
+
+
+@as_root
+@pytest.mark.parametrize("text", ["{", "[]", '{"users": [1]}', '{"users": 3}', "", "{}"])
+def test_damaged_definitions_of_a_broker_hold_no_removal_up(root: Path, text: str) -> None:
+    write(root / host_files.FOLDER.lstrip("/") / host_files.DEFINITIONS, text)
+    write(root / roles.ADDRESSES.lstrip("/") / "arbiter.url", ADDRESS)
+    assert "next: rabbitmqctl delete_user arbiter" in run("uninstall", "--root", root)[1]
 
 
 @as_root

@@ -22,6 +22,8 @@ mount -t cgroup -o none,name=systemd,xattr cgroup "$R/sys/fs/cgroup/systemd" \
   || mount -t cgroup -o none,name=systemd cgroup "$R/sys/fs/cgroup/systemd"
 printf '[Unit]\nDescription=nothing but a manager\nDefaultDependencies=no\n' > "$R/etc/systemd/system/empty.target"
 cd "$R"; mkdir -p .old; pivot_root . .old; umount -l /.old
+# As on a real host: without this the credentials that systemd mounts for a unit do not reach it.
+mount --make-rshared /
 exec env -i container=test PATH=/usr/sbin:/usr/bin:/sbin:/bin /lib/systemd/systemd --system --unit=empty.target \
   --log-target=console --log-level=warning --show-status=no
 I

@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
@@ -59,8 +59,9 @@ class Host:
     """A running host; `pid` is its init as seen from outside."""
 
     def __init__(self, folder: Path) -> None:
-        pid = (folder / "pid").read_text().strip()
-        self.enter = ["nsenter", "-t", pid, "-m", "-p", "-u", "-i", "-n", "-C", "--"]
+        self.pid = (folder / "pid").read_text().strip()
+        self.enter = ["nsenter", "-t", self.pid, "-m", "-p", "-u", "-i", "-n", "-C", "--"]
+        self.root = Path(f"/proc/{self.pid}/root")  #: its files, as seen from outside
 
     def run(self, *command: str, user: str = "", check: bool = True, text: str | None = None) -> str:
         """Run a command to its end, as root or as `user`; return what it printed."""
@@ -207,6 +208,21 @@ def as_user(name: str) -> Sequence[str]:
         "env",
         f"HOME=/home/{name}",
     ]
+
+
+def join(hosts: Mapping[str, Host]) -> None:
+    """Lay a cable between two hosts, which get the addresses 10.0.0.1 and 10.0.0.2, and know each other by name."""
+    one, other = hosts.values()
+    enter = ("nsenter", "-t", one.pid, "-n", "ip", "link", "add", "lan", "type", "veth")
+    subprocess.run([*enter, "peer", "name", "lan", "netns", other.pid], check=True)
+    addresses = {name: f"10.0.0.{number}" for number, name in enumerate(hosts, 1)}
+    known = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
+    for name, host in hosts.items():
+        host.run("hostname", name)
+        host.write("/etc/hosts", known)
+        host.run("ip", "link", "set", "lo", "up")
+        host.run("ip", "address", "add", f"{addresses[name]}/24", "dev", "lan")
+        host.run("ip", "link", "set", "lan", "up")
 
 
 @contextmanager

@@ -56,6 +56,14 @@ def blocks(path: Path) -> Iterator[Block]:
     assert not begin, f"{path.name}:{begin}: the block has no end"
 
 
+def below(path: Path, heading: str) -> list[Block]:
+    """Return the blocks of commands below a heading, up to the next one."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    begin = next(number for number, line in enumerate(lines) if line.startswith(heading))
+    end = next(number for number, line in enumerate(lines) if number > begin and re.match("##+ ", line))
+    return [block for block in blocks(path) if begin < block.line <= end and block.language == "sh"]
+
+
 def rows(path: Path, header: str) -> list[list[str]]:
     """Return the cells of each row of the tables with that first line."""
     found: list[list[str]] = []

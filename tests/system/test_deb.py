@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import deb
 from tests.support.launcher_host import Host, launcher_host, why_not
 from tests.support.patience import PATIENCE_S
 
@@ -21,7 +22,7 @@ pytestmark = [
     pytest.mark.full,
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="dpkg-deb is not installed"),
+    pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
 ]
 ROOT = Path(__file__).parents[2]
 UNITS = {path.name for path in (ROOT / "launch/site/systemd").glob("*.service")}
@@ -29,11 +30,8 @@ ACCOUNTS = ("gpu-arbiter", "gpu-gateway", "gpu-node", "gpu-train")
 
 
 @pytest.fixture(scope="module")
-def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    line = [sys.executable, str(ROOT / "packaging/deb/build.py"), "--to", str(tmp_path_factory.mktemp("deb"))]
-    done = subprocess.run(line, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return Path(done.stdout.strip())
+def package() -> Path:
+    return deb.package()
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +39,7 @@ def host(package: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ho
     if why_not():
         pytest.skip(why_not())
     with launcher_host(tmp_path_factory.mktemp("host") / "h") as host:
-        shutil.copy(package, f"/proc/{host.enter[2]}/root/srv/gpu-arbiter.deb")
+        shutil.copy(package, host.root / "srv/gpu-arbiter.deb")
         yield host
 
 

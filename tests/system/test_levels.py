@@ -34,11 +34,7 @@ CERTIFICATES = "### TLS and certificates"
 
 def commands(heading: str) -> list[str]:
     """The commands below a heading, one by one."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    begin = next(number for number, line in enumerate(lines) if line.startswith(heading))
-    end = next(number for number, line in enumerate(lines) if number > begin and re.match("##+ ", line))
-    blocks = (block for block in pages.blocks(PAGE) if begin < block.line <= end and block.language == "sh")
-    return [command for block in blocks for command in block.commands()]
+    return [command for block in pages.below(PAGE, heading) for command in block.commands()]
 
 
 def in_prose(words: str) -> str:
@@ -81,6 +77,10 @@ class Hosts:
 
 def test_the_page_has_commands_at_each_level() -> None:
     assert [len(commands(f"### Level {level}")) for level in range(3)] == [3, 5, 6]
+
+
+def test_from_nothing_to_the_first_job_on_two_hosts_a_person_types_ten_commands_at_most() -> None:
+    assert 0 < len(commands("### Two hosts from nothing")) <= 10  # `test_two_hosts` types them
 
 
 def test_all_that_is_copied_to_other_hosts_is_made(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def test_systemd_finds_nothing_wrong_with_a_unit(unit: Path, tmp_path: Path) -> 
 def unknown_settings() -> tuple[str, ...]:
     """What this machine's systemd does not know yet and says so; it ignores them where it runs a unit."""
     version = subprocess.run(["systemd-analyze", "--version"], capture_output=True, text=True, check=True).stdout
-    return ("DelegateSubgroup=",) if int(version.split()[1]) < 254 else ()
+    return ("DelegateSubgroup=", "RestartSteps=", "RestartMaxDelaySec=") if int(version.split()[1]) < 254 else ()
 
 
 def test_each_unit_starts_the_program_with_a_verb_and_a_configuration() -> None:
@@ -52,6 +52,21 @@ def test_each_unit_starts_the_program_with_a_verb_and_a_configuration() -> None:
         (start,) = [line for line in unit.read_text().splitlines() if line.startswith("ExecStart=")]
         assert start.startswith(f"ExecStart={PROGRAM} ")
         assert " --config /etc/gpu-arbiter/" in start or unit.name == "gpu-arbiter-web.service"
+
+
+def test_a_daemon_that_ends_is_started_again_however_often_it_did() -> None:
+    for unit in UNITS:
+        before, _, service = unit.read_text().partition("\n[Service]\n")
+        assert "\nRestart=always\n" in service
+        assert "\nStartLimitIntervalSec=0" in before, unit.name
+
+
+def test_a_daemon_that_cannot_start_is_tried_ever_more_seldom() -> None:
+    for unit in UNITS:
+        told = dict(line.split("=", 1) for line in unit.read_text().splitlines() if line.startswith("Restart"))
+        first = "1" if unit.name == "gpu-arbiter.service" else "5"
+        pauses = {"RestartSec": first, "RestartSteps": "8", "RestartMaxDelaySec": "60"}
+        assert told == {"Restart": "always", **pauses}, unit.name
 
 
 def test_a_unit_refuses_calls_that_libraries_try_and_does_not_kill_the_daemon_for_them() -> None:

@@ -21,16 +21,13 @@ pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 UNIT = "gpu-arbiter-web.service"
 TOKEN = "a-token-of-this-test"
-CREDENTIALS = "/srv/credentials"
 LEDGER = "/var/lib/gpu-arbiter/ledger.db"
-#: The interpreter of this test run may be in a home folder. In a namespace like this one systemd lays no credentials
-#: down that the service can read, so the test lays them elsewhere.
+#: The interpreter of this test run may be in a home folder.
 DROP_IN = f"""
 [Service]
 WorkingDirectory={REPOSITORY}
 Environment=PYTHONDONTWRITEBYTECODE=1
 ProtectHome=no
-LoadCredential=
 StandardError=file:/var/log/web
 """
 #: Prints the status and the text of an address.
@@ -54,13 +51,11 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Host]:
     with launcher_host(tmp_path_factory.mktemp("host") / "h") as host:
         host.run("ip", "link", "set", "lo", "up")
         host.run("useradd", "--system", "--no-create-home", "gpu-arbiter")
-        for folder in ("/var/lib/gpu-arbiter", CREDENTIALS):
-            host.run("install", "-d", "-o", "gpu-arbiter", "-m", "700", folder)
+        host.run("install", "-d", "-o", "gpu-arbiter", "-m", "700", "/var/lib/gpu-arbiter")
         own = ("env", "-C", str(REPOSITORY), "setpriv", "--reuid", "gpu-arbiter", "--clear-groups")
         host.run(*own, sys.executable, "-c", MAKE_LEDGER)
-        host.write(f"{CREDENTIALS}/token", TOKEN, owner="gpu-arbiter", mode="400")
-        text = shipped.units(f"{sys.executable} -m gpu_arbiter")[UNIT]
-        host.write(f"/etc/systemd/system/{UNIT}", text.replace(f"/run/credentials/{UNIT}", CREDENTIALS))
+        host.write("/etc/gpu-arbiter/web.token", TOKEN, mode="600")
+        host.write(f"/etc/systemd/system/{UNIT}", shipped.units(f"{sys.executable} -m gpu_arbiter")[UNIT])
         host.write(f"/etc/systemd/system/{UNIT}.d/test.conf", DROP_IN)
         host.run("systemctl", "daemon-reload")
         yield host
@@ -86,6 +81,23 @@ def test_a_daemon_can_be_loaded_with_the_system_calls_that_its_unit_leaves_it(ho
     host.run("systemctl", "daemon-reload")
     told = host.run("systemctl", "start", name, check=False)
     assert host.run("systemctl", "is-active", name, check=False).strip() == "active", told
+
+
+def test_a_daemon_that_ends_at_once_is_started_again_however_often(host: Host) -> None:
+    unit = "gpu-arbiter.service"
+    text = shipped.units("/bin/false")[unit].replace("LoadCredential=", "#")
+    for pause, shorter in (("RestartSec=1", "RestartSec=100ms"), ("RestartMaxDelaySec=60", "RestartMaxDelaySec=200ms")):
+        assert f"\n{pause}\n" in text
+        text = text.replace(f"\n{pause}\n", f"\n{shorter}\n")
+    host.write(f"/etc/systemd/system/{unit}", text)
+    host.run("systemctl", "daemon-reload")
+    host.run("systemctl", "start", "--no-block", unit)
+    deadline = time.monotonic() + PATIENCE_S
+    while int(host.run("systemctl", "show", "-p", "NRestarts", "--value", unit)) < 20:
+        assert time.monotonic() < deadline, "it is not started any more"
+        assert host.run("systemctl", "is-failed", unit, check=False).strip() != "failed"
+        time.sleep(0.1)
+    host.run("systemctl", "stop", unit)
 
 
 def get(host: Host, page: str, *token: str) -> str:
