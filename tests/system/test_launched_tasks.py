@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,11 +23,14 @@ from msgspec.structs import replace
 pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
 
 from node_agent.workers.containment import key_of
+from node_agent.workers.ssh_server import SERVER_FOLDERS
 from protocol.messages import TaskOrder, TaskStatus, Want
 from tests.support.gateway import GATEWAY, Hand
 from tests.support.launcher_host import LAUNCHER, RUNTIME, UIDS, Host, launcher_host, why_not
 from tests.support.node_site import NodeProcess, find_task, plan_of, task_order
+from tests.support.patience import PATIENCE_S
 
+HAS_SSH_SERVER = any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS)
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 STATE = Path("/srv/node/state")
@@ -370,6 +374,29 @@ except ControlError as error:
 """
 
 
+def check_ssh(there: Host, app: str) -> None:
+    """Hold that ssh of alice's comes into the unit of her app, and bob's to nothing of it."""
+    for user in ("alice", "bob"):
+        there.write(f"/home/{user}/config", there.as_owner(user, "ssh-proxy", "--config"), owner=user)
+    unit = "grep -hom1 'gpu-arbiter-[^/]*.service' /proc/self/cgroup /proc/$PPID/cgroup | uniq -c"
+    asks = f"echo $(id -un) $GPU_ARBITER_JOB $({unit} | wc -l); sleep 1000"
+    session = subprocess.Popen(there.ssh_of("alice", f"{app}.gpu", asks), stdout=subprocess.PIPE, text=True)
+    try:
+        assert session.stdout is not None
+        assert session.stdout.readline() == f"alice {app}.0 1\n"
+        files = there.run("sh", "-c", "find /proc/[0-9]*/fd -lname '/memfd:ssh*'", check=False).split()
+        assert "PRIVATE KEY" in there.run("cat", *files, user="alice"), "the try does work"
+        assert there.run("cat", *files, user="bob", check=False).count("Permission denied") == len(files)
+        words = there.ssh_of("bob", f"alice@{app}.gpu", "id")
+        refused = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert f"there is no app {app}" in refused.stderr
+        there.as_owner("alice", "cancel", app)
+        assert session.wait(PATIENCE_S) == 255
+    finally:
+        session.kill()
+        session.communicate()
+
+
 @pytest.mark.full
 async def test_a_terminal_is_its_owners_own_on_the_node_and_no_other_user_comes_to_it(host: tuple[Host, Hand]) -> None:
     there, _ = host
@@ -388,7 +415,9 @@ async def test_a_terminal_is_its_owners_own_on_the_node_and_no_other_user_comes_
             assert "Permission denied" in there.run("ls", sockets[0], user="bob", check=False)
             terminal = there.run("sh", "-c", "readlink /proc/$(pgrep -u alice -f 'sleep 0.2' | head -1)/fd/0").strip()
             assert "Permission denied" in there.run("sh", "-c", f"echo stolen > {terminal}", user="bob", check=False)
-            await asyncio.to_thread(there.as_owner, "alice", "cancel", app)
+            if HAS_SSH_SERVER:
+                await asyncio.to_thread(check_ssh, there, app)
+            await asyncio.to_thread(lambda: there.as_owner("alice", "cancel", app, check=False))
             await asyncio.to_thread(shell.read_until, r"alice-[a-z]+\d+ cancelled")
         finally:
             shell.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pwd
 import socket
 import subprocess
 import sys
@@ -18,9 +19,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import asdict, replace
 
-from launch import terminals
+from launch import ssh_proxy, terminals
 from launch.faults import Fault
-from node_agent.workers import doors, manager, shim, terminal
+from node_agent.workers import doors, manager, shim, ssh_server, terminal
+from node_agent.workers.ssh_server import SERVER_FOLDERS, SshServer
 from node_agent.workers.terminal import FRAME_BYTES_MAX, READ_BYTES, FrameError, frame, frames, window
 from protocol import exit_codes
 from protocol.clock import boot_id
@@ -428,7 +430,7 @@ def test_the_socket_of_a_terminal_has_no_number_that_its_supervisor_needs(tmp_pa
 def serving(folder: Path) -> Iterator[terminal.Terminal]:
     """A terminal whose program reads nothing."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
-    made = terminal.Terminal(doors.listen(folder), log)
+    made = terminal.Terminal(doors.listen(folder), log, SshServer({}, log, lambda: None))
     tty.setraw(made.slave)
     alive, wake = os.pipe()
     over = Event()
@@ -471,6 +473,54 @@ def test_a_visitor_who_asks_and_reads_nothing_is_held_back(tmp_path: Path) -> No
             person.sendall(frame(b"q") * 200_000)
         (visitor,) = made._visitors
         assert len(visitor.outbox) < 2 * terminal.WAITING_BYTES_MAX
+
+
+# --- ssh --------------------------------------------------------------------------------------------------------------
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIC9CiFKDzN4ZmGTmYWR1kZ2mnxkpjs0o+1f8b1q9rEcR of a test"
+
+
+@pytest.mark.skipif(
+    not any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS),
+    reason="sshd is not installed (apt-get install openssh-server)",
+)
+async def test_a_connection_of_ssh_gets_a_server_and_counts_as_use_of_the_terminal_while_it_lasts(
+    tmp_path: Path,
+) -> None:
+    order = shell(tmp_path, "sleep 1000")
+    folder = tmp_path / "state" / "workers" / TASK
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        door = await begun(site, order)
+        connection = await asyncio.to_thread(terminals.connected, asdict(door))
+        CONNECTIONS.append(connection)
+        told, _ = await asyncio.to_thread(ssh_proxy._greet, connection, KEY, "ana-x1")
+        assert told.host_key.startswith("ssh-ed25519 ")
+        assert told.user == pwd.getpwuid(os.getuid()).pw_name
+        assert (await asyncio.to_thread(connection.recv, 8)) == b"SSH-2.0-"
+        assert await asyncio.to_thread(doors.quiet_s, folder) == 0.0
+        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(doors.quiet_s, folder) == 0.0
+        connection.close()
+        by = time.monotonic() + PATIENCE_S
+        while not await asyncio.to_thread(doors.quiet_s, folder):
+            assert time.monotonic() < by
+
+
+def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(key: str) -> str:
+        with doors._connected(tmp_path) as connection, pytest.raises(Fault) as refused:
+            ssh_proxy._greet(connection, key, "ana-x1")
+        return refused.value.sentence
+
+    with serving(tmp_path):
+        monkeypatch.setattr(ssh_server, "SERVER_FOLDERS", (str(tmp_path),))
+        why = "this node has no sshd; an administrator installs the package openssh-server there"
+        assert refusal(KEY) == f"there is no ssh server of ana-x1: {why}"
+        monkeypatch.setattr(ssh_server, "_program", lambda *_: "/bin/false")
+        for key in ("", "rubbish", f"{KEY}\ncert-authority {KEY}"):
+            assert "names no public key" in refusal(key)
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
