@@ -362,6 +362,38 @@ async def test_what_two_users_submit_at_a_gateway_runs_as_each_of_them(host: tup
         assert "I am" not in refused
 
 
+@pytest.mark.full
+async def test_doctor_has_a_task_try_to_escape_and_names_each_try_that_leads_out(host: tuple[Host, Hand]) -> None:
+    there, _ = host
+
+    def isolation() -> dict[str, tuple[str, str]]:
+        said = there.as_owner("alice", "doctor", "--site", "--json", check=False)
+        told = json.loads(said[said.index("{") :].splitlines()[0])
+        checks = [check for check in told["checks"] if check["name"].startswith("isolation")]
+        return {check["name"]: (check["verdict"], check["found"]) for check in checks}
+
+    there.write("/etc/gpu-arbiter/node.url", "amqp://node-n1:password@host/gpu", owner="gpu-node", mode="600")
+    async with there.whole_site():
+        ((name, (verdict, found)),) = (await asyncio.to_thread(isolation)).items()
+        assert (name, verdict) == ("isolation", "ok"), found
+        assert "could get at none of: address, sockets, launcher, signal, environ, files" in found
+        assert "No such file" in there.run("sh", "-c", "ls -d /tmp/gpu-arbiter-*", check=False), "it leaves nothing"
+        opening = (
+            "chmod 644 /etc/gpu-arbiter/node.url",
+            f"chmod 755 {RUNTIME}/whole/sockets",
+            f"chmod 666 {LAUNCHER}",
+        )
+        there.run("sh", "-ec", "; ".join(opening))
+        try:
+            led_out = await asyncio.to_thread(isolation)
+        finally:
+            there.run("sh", "-ec", f"chmod 600 /etc/gpu-arbiter/node.url {LAUNCHER}")
+        assert {name: verdict for name, (verdict, _) in led_out.items()} == dict.fromkeys(
+            ("isolation: address", "isolation: sockets", "isolation: launcher"), "fail"
+        )
+        assert "/etc/gpu-arbiter/node.url" in led_out["isolation: address"][1]
+
+
 #: Asks the gateway for the way to a terminal, and tells what it says.
 ASKING = """
 import sys
