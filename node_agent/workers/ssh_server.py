@@ -70,12 +70,12 @@ class SshServer:
         server = _program("sshd", SERVER_FOLDERS)
         key = _key_in(asked)
         host_key, public = self._host_key = self._host_key or _make_host_key()
-        entry = {name: self._spec.get(name) for name in ("cwd", "env", "secrets", "reader")}
-        files = (_in_memory(key.encode()), _in_memory(json.dumps(entry).encode()))
-        config = _in_memory(_config(_path(host_key), *map(_path, files)).encode())
         if os.geteuid() == 0:
             os.makedirs(PRIVILEGES_FOLDER, 0o755, exist_ok=True)
         answer(json.dumps({"host_key": public, "user": _user()}).encode())
+        entry = {name: self._spec.get(name) for name in ("cwd", "env", "secrets", "reader")}
+        files = (_in_memory(key.encode()), _in_memory(json.dumps(entry).encode()))
+        config = _in_memory(_config(_path(host_key), *map(_path, files)).encode())
         pid = os.fork()
         if pid == 0:
             try:
