@@ -145,7 +145,7 @@ def _greet(connection: socket.socket, key: str, app: str) -> tuple[_Told, bytes]
     raise Fault(
         f"the node of {app} has hung up",
         code=exit_codes.UNREACHABLE,
-        next_step="end some connections to the app, which has at most 6 at a time",
+        next_step=f"gpu-arbiter explain {app}",
     )
 
 

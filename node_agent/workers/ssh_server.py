@@ -17,7 +17,11 @@ from __future__ import annotations
 
 import json
 import os
+import pwd
+import subprocess
 import sys
+from shlex import join
+from tempfile import TemporaryDirectory
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` itself is not needed to run
@@ -29,6 +33,8 @@ if TYPE_CHECKING:  # `typing` itself is not needed to run
 
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/usr/bin")
 KEYGEN_FOLDERS = ("/usr/bin", "/usr/local/bin")
+#: The terminal is not served meanwhile.
+KEYGEN_S = 20.0
 #: Debian and its kin; Fedora and its kin; Arch; SUSE.
 SFTP_FOLDERS = ("/usr/lib/openssh", "/usr/libexec/openssh", "/usr/lib/ssh", "/usr/libexec/ssh")
 #: Where sshd of root wants an empty folder; a system that starts none may lack it.
@@ -99,8 +105,6 @@ class SshServer:
 
 def _config(host_key: str, keys: str, entry: str) -> str:
     """Return what sshd is to do, by the paths of its files."""
-    from shlex import join
-
     command = join([sys.executable, "-I", "-S", __file__, entry])
     sftp = next((path for path in (f"{folder}/sftp-server" for folder in SFTP_FOLDERS) if os.path.exists(path)), "")
     lines = (
@@ -123,22 +127,22 @@ def _key_in(asked: bytes) -> str:
         key = json.loads(asked)["key"]
     except (ValueError, LookupError, TypeError):
         key = None
-    if not isinstance(key, str) or not key.startswith(("ssh-", "ecdsa-", "sk-")) or "\n" in key.strip():
+    key = key.strip() if isinstance(key, str) else ""
+    if not key.startswith(("ssh-", "ecdsa-", "sk-")) or not (key.isascii() and key.isprintable()):
         raise RuntimeError("the request for an ssh server names no public key; use `gpu-arbiter ssh-proxy`")
-    return key.strip() + "\n"
+    return f"{key}\n"
 
 
 def _make_host_key() -> tuple[int, str]:
     """Return a key of this task's own: the private part as a file in memory, and the public part."""
-    import subprocess
-    from tempfile import TemporaryDirectory
-
     program = _program("ssh-keygen", KEYGEN_FOLDERS)
     with TemporaryDirectory() as folder:  # for this user alone
         path = os.path.join(folder, "key")
         made = [program, "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", path]
         try:
-            subprocess.run(made, check=True, stdin=subprocess.DEVNULL, capture_output=True)
+            subprocess.run(made, check=True, stdin=subprocess.DEVNULL, capture_output=True, timeout=KEYGEN_S)
+        except subprocess.TimeoutExpired as error:
+            raise RuntimeError(f"no host key could be made on this node within {KEYGEN_S:g} s; try again") from error
         except subprocess.CalledProcessError as error:
             raise RuntimeError(f"no host key could be made on this node: {error.stderr.decode().strip()}") from error
         with open(path, "rb") as private, open(f"{path}.pub") as public:
@@ -165,8 +169,6 @@ def _path(file: int, pid: int = 0) -> str:
 
 
 def _user() -> str:
-    import pwd
-
     try:
         return pwd.getpwuid(os.geteuid()).pw_name
     except KeyError:

@@ -11,6 +11,7 @@ the first frame of each connection that wants to see the terminal; ``d``, what w
 To a person: ``d``, what is to be shown; ``t``, another connection has the terminal now; ``e``, the end, with the exit
 code. A connection that begins with ``s`` and a public key is to be one of ssh: it is answered by ``s`` and the host
 key, and from there on it is a server's (`ssh_server`), without frames; or by ``x`` and the reason why there is none.
+The door answers any connection by ``x`` and the reason where too many are there.
 """
 
 # pathlib would double the time this takes to start.
@@ -46,6 +47,7 @@ SILENT_S = 30
 #: The longest turn: processes that have ended and came to this one as orphans are collected after each.
 TURN_MS = 1000
 _HEAD = struct.Struct(">cI")
+HEAD_BYTES = _HEAD.size
 _SIZE = struct.Struct(">HH")
 
 
@@ -238,6 +240,8 @@ class Terminal:
                 return
             for kind, content in said:
                 self._hear(visitor, kind, content)
+                if visitor not in self._visitors:  # it was handed to ssh
+                    return
             if not data:
                 self._dismiss(visitor)
 
@@ -260,11 +264,19 @@ class Terminal:
 
     def _give_to_ssh(self, visitor: _Visitor, asked: bytes) -> None:
         """Have a server of ssh take over a connection, or say why there is none."""
+        told = False
+
+        def tell(content: bytes) -> None:
+            nonlocal told
+            told = True
+            visitor.connection.sendall(frame(b"s", content))
+
         try:
-            self._ssh.open(visitor.connection, asked, lambda told: visitor.connection.sendall(frame(b"s", told)))
-        except (OSError, RuntimeError) as error:
+            self._ssh.open(visitor.connection, asked, tell)
+        except Exception as error:  # noqa: BLE001 - it must cost neither the supervisor nor the program
             with suppress(OSError):
-                visitor.connection.sendall(frame(b"x", str(error).encode()))
+                if not told:  # after that word the bytes are those of ssh
+                    visitor.connection.sendall(frame(b"x", str(error).encode(errors="replace")))
         self._dismiss(visitor)
 
     def _show_to(self, visitor: _Visitor) -> None:

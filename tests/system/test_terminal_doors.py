@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -297,7 +297,35 @@ async def test_one_task_takes_neither_all_tokens_nor_all_places(tmp_path: Path) 
                 await visit(way)
                 inside, _ = await asyncio.to_thread(terminal.accept)
                 CONNECTIONS.append(inside)
-            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b""
+            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b"x"
+        place.close()
+
+
+async def test_connections_of_ssh_take_no_place_of_the_terminal_and_one_too_many_hears_why(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group:
+        place = doors.Doors("127.0.0.1:0", "", tmp_path, group, lambda task: tmp_path)
+        await place.open()
+
+        async def come(first: bytes) -> Visit:
+            door = place.open_to("q", TaskId(TASK), "n1")
+            made = Visit(await asyncio.to_thread(terminals.connected, asdict(door)))
+            await made.send(first)
+            return made
+
+        with socket.socket(fileno=doors.listen(tmp_path)) as listener:
+            listener.settimeout(PATIENCE_S)
+            for first in [frame(b"s", b"{}")] * doors.SSH_OF_TASK_MAX + [window(30, 100)]:
+                await come(first)
+                inside, _ = await asyncio.to_thread(listener.accept)
+                CONNECTIONS.append(inside)
+                said = b""
+                while len(said) < len(first):
+                    said += await asyncio.to_thread(inside.recv, 64)
+                assert said == first, "the terminal gets all of it"
+            refused = await asyncio.to_thread(terminals.connected, asdict(place.open_to("q", TaskId(TASK), "n1")))
+            CONNECTIONS.append(refused)
+            with pytest.raises(Fault, match="has 6 connections of ssh, and takes no more; end one"):
+                await asyncio.to_thread(ssh_proxy._greet, refused, KEY, "ana-x1")
         place.close()
 
 
@@ -330,6 +358,34 @@ def test_ctrl_c_after_a_lost_connection_leaves_the_app_alone(
     except KeyboardInterrupt:
         pytest.fail("`run` would cancel the app")
     assert "you have left ana-1, which goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parting", "sleeps", "says"),
+    [
+        (terminals.Parting("refused", why="too many are there"), False, "cannot be shown: too many are there"),
+        (terminals.Parting("lost"), True, "hangs up at once"),
+    ],
+)
+def test_a_terminal_that_lets_a_visitor_in_no_further_is_not_asked_without_pause_or_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parting: terminals.Parting, sleeps: bool, says: str
+) -> None:
+    now = [1.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    @contextmanager
+    def open_client(path: Path) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(outlast=lambda *_: SimpleNamespace(over=False), query=lambda *_: None)
+
+    monkeypatch.setattr(terminals, "open_client", open_client)
+    monkeypatch.setattr(terminals, "connected", lambda door: socket.socket())
+    monkeypatch.setattr(terminals, "converse", lambda connection: parting)
+    monkeypatch.setattr(terminals, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(Fault, match=says):
+        terminals.stay(tmp_path, "ana-1")
+    assert (now[0] > terminals.LOST_S) is sleeps
 
 
 def test_ctrl_c_before_the_first_visit_is_for_the_command_to_judge(
@@ -519,8 +575,31 @@ def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
         why = "this node has no sshd; an administrator installs the package openssh-server there"
         assert refusal(KEY) == f"there is no ssh server of ana-x1: {why}"
         monkeypatch.setattr(ssh_server, "_program", lambda *_: "/bin/false")
-        for key in ("", "rubbish", f"{KEY}\ncert-authority {KEY}"):
+        for key in ("", "rubbish", f"{KEY}\ncert-authority {KEY}", f"{KEY}\u00e9", f"{KEY}\x00"):
             assert "names no public key" in refusal(key)
+        with doors._connected(tmp_path) as connection:  # a surrogate, which no text can hold
+            connection.sendall(frame(b"s", b'{"key": "ssh-ed25519 \\ud800"}'))
+            assert b"names no public key" in connection.recv(READ_BYTES)
+
+
+def test_a_failure_of_any_kind_costs_neither_the_terminal_nor_follows_the_word_for_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as made:
+
+        def fail(connection: socket.socket, asked: bytes, answer: Callable[[bytes], None]) -> None:
+            if asked:
+                answer(b"told")
+            raise ValueError("odd \ud800")
+
+        monkeypatch.setattr(made._ssh, "open", fail)
+        for asked, said in ((b"", frame(b"x", b"odd ?")), (b"key", frame(b"s", b"told"))):
+            with doors._connected(tmp_path) as connection:
+                connection.settimeout(PATIENCE_S)
+                connection.sendall(frame(b"s", asked))
+                assert b"".join(iter(lambda c=connection: c.recv(64), b"")) == said
+        monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
+        assert doors.quiet_s(tmp_path) is not None, "it goes on"
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:
