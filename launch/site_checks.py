@@ -367,18 +367,20 @@ def _attempt(client: Client) -> Escape:
     Raises
     ------
     Fault
-        If it does not end in time, or tells nothing.
+        If no GPU is free, or it does not end in time, or tells nothing.
     """
-    app = client.submit(
-        AppSpec(
-            trials=((ESCAPE_PYTHON, "-I", "-c", Path(escape.__file__).read_text()),),
-            cwd="/tmp",  # noqa: S108 - each node has it, and nothing is written there but a folder with a name of its own
-            checkpoint_root=f"/tmp/gpu-arbiter-{token_hex(8)}",  # noqa: S108 - the same
-            name="doctor",
-            max_restarts=0,
-            time_limit_s=ESCAPE_S,
-        )
+    spec = AppSpec(
+        trials=((ESCAPE_PYTHON, "-I", "-c", Path(escape.__file__).read_text()),),
+        cwd="/tmp",  # noqa: S108 - each node has it, and nothing is written there but a folder with a name of its own
+        checkpoint_root=f"/tmp/gpu-arbiter-{token_hex(8)}",  # noqa: S108 - the same
+        name="doctor",
+        max_restarts=0,
+        time_limit_s=ESCAPE_S,
     )
+    forecast = client.dry_run(spec)
+    if not forecast["starts"] or any(gpu["state"] != "free" for gpu in forecast["gpus"]):
+        raise Fault("its task would wait, or take a GPU from another app", next_step="do the same when a GPU is free")
+    app = client.submit(spec)
     try:
         record = client.outlast(app, "done", ESCAPE_S)
     except Fault as fault:

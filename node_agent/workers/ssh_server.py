@@ -11,7 +11,7 @@ the one that was asked for: it has the folder and the variables of the task, and
 """
 
 # pathlib would double the time this takes to start.
-# ruff: noqa: PTH103, PTH110, PTH118, PTH120, PTH123
+# ruff: noqa: PTH103, PTH110, PTH118, PTH119, PTH120, PTH123
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class SshServer:
             If there can be none; with the mend.
         """
         server = _program("sshd", SERVER_FOLDERS)
-        key = _key_in(asked)
+        key, user = _key_in(asked), _user()
         host_key, public = self._host_key = self._host_key or _make_host_key()
         if os.geteuid() == 0:
             os.makedirs(PRIVILEGES_FOLDER, 0o755, exist_ok=True)
-        answer(json.dumps({"host_key": public, "user": _user()}).encode())
+        answer(json.dumps({"host_key": public, "user": user}).encode())
         entry = {name: self._spec.get(name) for name in ("cwd", "env", "secrets", "reader")}
         files = (_in_memory(key.encode()), _in_memory(json.dumps(entry).encode()))
         config = _in_memory(_config(_path(host_key), *map(_path, files)).encode())
@@ -169,12 +169,20 @@ def _path(file: int, pid: int = 0) -> str:
 
 
 def _user() -> str:
+    """Return the name of this user, with which ssh can come."""
     try:
-        return pwd.getpwuid(os.geteuid()).pw_name
+        account = pwd.getpwuid(os.geteuid())
     except KeyError:
         raise RuntimeError(
             f"this node knows no name of user {os.geteuid()}, and sshd wants one; an administrator adds the user there"
         ) from None
+    name, shell = account.pw_name, account.pw_shell or "/bin/sh"
+    if not os.access(shell, os.X_OK) or os.path.basename(shell) in ("nologin", "false"):
+        raise RuntimeError(
+            f"ssh needs a login shell, and {name} has {shell} on this node; an administrator gives one there: "
+            f"usermod -s /bin/sh {name}"
+        )
+    return name
 
 
 def enter(file: str) -> None:

@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -238,6 +239,14 @@ def test_a_task_that_could_get_at_nothing_is_told_with_what_was_not_there_to_try
     assert check.verdict == "ok"
     assert "on node n1 a task of alice could get at none of: address, signal, environ" in check.found
     assert check.found.endswith("; there was none of: gpu")
+
+
+@pytest.mark.parametrize("forecast", [{"starts": False, "gpus": []}, {"starts": True, "gpus": [{"state": "leased"}]}])
+def test_where_no_gpu_is_free_no_task_is_submitted(forecast: dict[str, object]) -> None:
+    client = SimpleNamespace(dry_run=lambda spec: forecast)  # without a way to submit
+    (check,) = site_checks.isolation(client)  # type: ignore[arg-type]
+    assert (check.verdict, "take a GPU from another app" in check.found) == ("note", True), check
+    assert check.mend == "do the same when a GPU is free"
 
 
 @pytest.mark.parametrize("name", site_checks.ESCAPES)

@@ -582,6 +582,16 @@ def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
             assert b"names no public key" in connection.recv(READ_BYTES)
 
 
+@pytest.mark.parametrize("shell", ["/usr/sbin/nologin", "/bin/false", "/no/such/shell"])
+def test_a_user_without_a_login_shell_gets_a_sentence(monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    account = SimpleNamespace(pw_name="gpu-train", pw_shell=shell)
+    monkeypatch.setattr(ssh_server, "pwd", SimpleNamespace(getpwuid=lambda _: account))
+    with pytest.raises(RuntimeError, match=f"gpu-train has {shell} on this node; .*usermod -s /bin/sh gpu-train"):
+        ssh_server._user()
+    account.pw_shell = ""
+    assert ssh_server._user() == "gpu-train", "no shell means that of the system"
+
+
 def test_a_failure_of_any_kind_costs_neither_the_terminal_nor_follows_the_word_for_ssh(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
