@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import select
 import shutil
 import socket
@@ -32,6 +33,10 @@ from protocol import exit_codes
 ANSWER_S = 60.0
 #: What ``Host`` in the configuration of ssh ends in.
 SUFFIX = ".gpu"
+#: What a command takes in place of an id or `last`; else it may mean something to a shell or in `known_hosts`.
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+#: As supervisors make them; the command writes it to a file of lines.
+HOST_KEY = re.compile(r"ssh-ed25519 [A-Za-z0-9+/]+=*")
 #: Host keys that are kept: the newest.
 HOSTS_MAX = 500
 
@@ -44,7 +49,7 @@ class _Told(msgspec.Struct):
 
 
 def configuration() -> str:
-    """Return the lines for ``~/.ssh/config``; makes the key that they name.
+    """Return the lines of a file that ``~/.ssh/config`` includes; makes the key that they name.
 
     Raises
     ------
@@ -59,7 +64,7 @@ def configuration() -> str:
     return "\n".join(
         (
             f"Host *{SUFFIX}",
-            f"    ProxyCommand {join(command).replace('%', '%%')} ssh-proxy %n --user %r",
+            f"    ProxyCommand {join(command).replace('%', '%%')} ssh-proxy '%n' --user '%r'",
             f'    IdentityFile "{_private(folder)}"',
             "    IdentitiesOnly yes",
             f'    UserKnownHostsFile "{folder / "known_hosts"}"',
@@ -229,7 +234,15 @@ def public_key(folder: Path) -> str:
 
 
 def _know_host(folder: Path, host: str, key: str) -> None:
-    """Write down the host key of a host in place of those that it had."""
+    """Write down the host key of a host in place of those that it had.
+
+    Raises
+    ------
+    Fault
+        If it is none, or the file cannot be written.
+    """
+    if not HOST_KEY.fullmatch(key):
+        raise Fault(f"the node of {host} has told no host key", next_step="tell an administrator")
     path = folder / "known_hosts"
     name = host.lower()  # as ssh looks for it
     with _alone(folder):
@@ -243,6 +256,11 @@ def _know_host(folder: Path, host: str, key: str) -> None:
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Have the files of the folder for this command alone: editors open several connections at once."""
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
+    try:
+        with (folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            yield
+    except OSError as error:
+        raise usage(
+            f"the files in {folder} cannot be used: {error.strerror}", "make room there, or set XDG_STATE_HOME"
+        ) from None

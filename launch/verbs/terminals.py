@@ -49,25 +49,32 @@ def ssh_proxy(
         ),
     ] = "",
     user: Annotated[
-        str | None, typer.Option("--user", metavar="NAME", help="with which ssh comes (not checked)")
+        str | None,
+        typer.Option("--user", metavar="NAME", help="the user name that ssh will use; without it no name is compared"),
     ] = None,
-    config: Annotated[bool, typer.Option("--config", help="print the lines for ~/.ssh/config")] = False,
+    config: Annotated[bool, typer.Option("--config", help="print the lines for ssh")] = False,
 ) -> None:
-    """Be the way of ssh, scp, rsync and editors to an app with a terminal.
+    """Carry ssh, scp, rsync and editors to an app with a terminal. ssh starts this command itself.
 
-    gpu-arbiter ssh-proxy --config >> ~/.ssh/config
+    gpu-arbiter ssh-proxy --config > ~/.ssh/gpu-arbiter.conf
 
-    Then `ssh ID.gpu` comes to the node, with the folder, the variables and the GPUs of the app: ssh calls this command.
+    With a first line `Include gpu-arbiter.conf` in ~/.ssh/config, `ssh ID.gpu` comes to the node, with the folder, the
+    variables and the GPUs of the app.
     """
     with answering(as_json=False):
         from launch import ssh_proxy as proxy
 
         if config:
             typer.echo(proxy.configuration())
+            note(
+                "keep them in ~/.ssh/gpu-arbiter.conf; next: `Include gpu-arbiter.conf` as first line of ~/.ssh/config"
+            )
             return
         host, app = app, app.removesuffix(proxy.SUFFIX)
         if not app:
             raise usage("ssh-proxy needs the id of an app", "gpu-arbiter ssh-proxy --config")
+        if not proxy.NAME.fullmatch(app):
+            raise usage(f"{app!r} is no id of an app", "gpu-arbiter ps")
         with open_client() as client:
             path, app = client.path, client.resolve(app)
             if any(record.app == app and not record.over and record.state != "running" for record in client.apps()):

@@ -202,7 +202,11 @@ def enter(file: str) -> None:
     env |= {name: _secret(name, path, task["reader"]) for name, path in (task["secrets"] or {}).items()}
     os.chdir(task["cwd"])
     shell = own.get("SHELL", "/bin/sh")
-    os.execve(shell, [shell, "-c", command] if command else [shell], own | env | kept)  # noqa: S606 - the user's own
+    # For a command of ssh, bash of Debian and Fedora reads ~/.bashrc, which could change the variables of the task,
+    # unless it is below another shell; and it is: sshd has started that one.
+    level = {"SHLVL": "1"} if command else {}
+    words = [shell, "-c", command] if command else [shell]
+    os.execve(shell, words, own | env | kept | level)  # noqa: S606 - the user's own
 
 
 def _secret(name: str, path: str, reader: str | None) -> str:

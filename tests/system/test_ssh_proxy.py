@@ -52,7 +52,7 @@ def ask(environment: Mapping[str, str], *words: str) -> subprocess.CompletedProc
 
 @pytest.fixture(scope="module")
 def config(environment: dict[str, str]) -> Path:
-    """What a user appends to ``~/.ssh/config``."""
+    """What a user includes in ``~/.ssh/config``."""
     told = ask(environment, "ssh-proxy", "--config")
     assert told.returncode == 0, told.stderr
     path = Path(environment["HOME"], "config")
@@ -162,7 +162,8 @@ def test_another_name_and_an_app_without_a_terminal_get_a_sentence(
     ask(environment, "cancel", other)
     done = ssh(config, environment, f"{other}.gpu", "true")
     assert f"{other} is over" in done.stderr
-    assert ask(environment, "ssh-proxy").returncode == exit_codes.USAGE
+    for words in ((), ("a b.gpu",), ("$(id).gpu",), ("a\n.gpu",)):
+        assert ask(environment, "ssh-proxy", *words).returncode == exit_codes.USAGE
 
 
 def test_no_other_key_is_let_in(app: str, config: Path, environment: dict[str, str], tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import pwd
 import socket
@@ -580,6 +581,29 @@ def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
         with doors._connected(tmp_path) as connection:  # a surrogate, which no text can hold
             connection.sendall(frame(b"s", b'{"key": "ssh-ed25519 \\ud800"}'))
             assert b"names no public key" in connection.recv(READ_BYTES)
+
+
+def test_start_files_change_no_variable_of_a_command(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_text("export DATA=of_bashrc\n")
+    entry = {"cwd": str(tmp_path), "env": {"DATA": "of_the_app", "HOME": str(tmp_path)}, "secrets": None}
+    (tmp_path / "entry").write_text(json.dumps(entry))
+    own = {"SHELL": "/bin/bash", "SSH_CLIENT": "::1 1 1", "SHLVL": "0", "SSH_ORIGINAL_COMMAND": "echo $DATA; pwd"}
+    command = [sys.executable, "-I", "-S", ssh_server.__file__, str(tmp_path / "entry")]
+    said = subprocess.run(command, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    assert said.stdout == f"of_the_app\n{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "ssh-rsa AAAA", "ssh-ed25519 AAAA\n* ssh-ed25519 BBBB", "ssh-ed25519 AAAA @cert-authority"]
+)
+def test_what_is_no_host_key_comes_into_no_list_of_host_keys(tmp_path: Path, key: str) -> None:
+    with pytest.raises(Fault, match="has told no host key"):
+        ssh_proxy._know_host(tmp_path, "ana-x1.gpu", key)
+    assert list(tmp_path.iterdir()) == []
+    ssh_proxy._know_host(tmp_path, "Ana-X1.gpu", "ssh-ed25519 AAAA")
+    assert (tmp_path / "known_hosts").read_text() == "ana-x1.gpu ssh-ed25519 AAAA\n"
+    with pytest.raises(Fault, match=r"the files in .* cannot be used: No such file or directory"):
+        ssh_proxy._know_host(tmp_path / "none", "ana-x1.gpu", "ssh-ed25519 AAAA")
 
 
 @pytest.mark.parametrize("shell", ["/usr/sbin/nologin", "/bin/false", "/no/such/shell"])
