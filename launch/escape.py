@@ -67,7 +67,7 @@ def readable(paths: Iterable[Path], telling: bytes = b"") -> str:
 
 
 def gpus(held: int, pattern: str = GPU_FILES) -> str | None:
-    """Return the GPUs that can be opened if they are more than this task has; None if the node has no such files."""
+    """Return the GPUs that can be opened if they are more than this task has; None if the node has no more."""
     paths = sorted(map(str, _named(pattern)))
     opened = []
     for path in paths:
@@ -78,11 +78,13 @@ def gpus(held: int, pattern: str = GPU_FILES) -> str | None:
         except OSError:
             pass  # the driver has refused it, and the bounds of the task have not
         opened.append(path)
-    return None if not paths else ", ".join(opened) if len(opened) > held else ""
+    return None if len(paths) <= held else ", ".join(opened) if len(opened) > held else ""
 
 
 def process(pid: int) -> dict[str, str | None]:
-    """Return what can be done with the process of the node agent."""
+    """Return what can be done with the process of the node agent; None: it has no number in this namespace."""
+    if pid <= 0:  # the signal would be for this process's own group
+        return dict.fromkeys(("signal", "environ", "files"))
     return {
         "signal": _opened(lambda: os.kill(pid, 0), f"process {pid}"),
         "environ": readable([Path(f"/proc/{pid}/environ")]),

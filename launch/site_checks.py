@@ -403,18 +403,19 @@ def _attempt(client: Client) -> Escape:
 
 def isolated(found: Escape) -> Iterator[Check]:
     """Judge what came of an attempt to escape: each try that led out is a fault of its own."""
-    if found.user == found.agent:
+    alone = found.user != found.agent
+    if not alone:
         sentence = (
             f"node {found.node} has no launcher: tasks of all users run as {found.user}, and can reach each other"
         )
         yield Check("isolation", "note", sentence, "install one: docs/operations.md, Tasks as their users")
-        return
-    led_out = {name: what for name, what in found.tries.items() if what}
+    # Files of other users, such as the key of a broker, are closed to tasks without a launcher, too.
+    led_out = {name: what for name, what in found.tries.items() if what and (alone or name == "address")}
     for name, what in led_out.items():
         done, mend = ESCAPES.get(name, (name, "see docs/operations.md, Tasks as their users"))
         sentence = f"on node {found.node} a task of {found.user} could {done}: {what}"
         yield Check(f"isolation: {name}", "fail", sentence, mend)
-    if not led_out:
+    if alone and not led_out:
         tries = [name for name, what in found.tries.items() if what is not None]
         not_there = [name for name, what in found.tries.items() if what is None]
         rest = f"; there was none of: {', '.join(not_there)}" if not_there else ""

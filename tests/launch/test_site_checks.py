@@ -260,6 +260,8 @@ def test_each_try_that_leads_out_is_a_fault_with_its_mend(name: str) -> None:
 def test_where_tasks_run_as_the_node_agents_user_that_is_said() -> None:
     (check,) = site_checks.isolated(replace(HELD, user="gpu-node", tries=HELD.tries | {"signal": "process 7"}))
     assert (check.verdict, "has no launcher" in check.found) == ("note", True)
+    note, address = site_checks.isolated(replace(HELD, user="gpu-node", tries=HELD.tries | {"address": "/key"}))
+    assert (note.verdict, address.verdict, address.name) == ("note", "fail", "isolation: address")
 
 
 def test_the_tries_of_a_task_see_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,7 +280,8 @@ def test_the_tries_of_a_task_see_what_is_open(tmp_path: Path, monkeypatch: pytes
         (tmp_path / f"nvidia{number}").touch()
     pattern = f"{tmp_path}/nvidia[0-9]*"
     assert escape.gpus(1, pattern) == f"{tmp_path}/nvidia0, {tmp_path}/nvidia1"
-    assert escape.gpus(2, pattern) == ""
+    assert escape.gpus(2, pattern) is None, "there are no more to open"
+    assert set(escape.process(0).values()) == {None}, "it is outside the namespace of the task"
     assert escape.gpus(1, f"{tmp_path}/none*") is None
     (tmp_path / "node.url").write_text("amqp://node-n1:secret@broker/gpu\n")
     (tmp_path / "app.url").write_text("amqps://broker/gpu\n")
