@@ -23,9 +23,10 @@ from shlex import join
 
 import msgspec
 
-from launch.client import open_client
+from app_agent.core.records import AppRecord
+from launch.client import Client, open_client
 from launch.faults import Fault, usage
-from launch.terminals import AGAIN_S, START_S, STARTING, connected
+from launch.terminals import AGAIN_S, LOOK_S, START_S, STARTING, connected
 from node_agent.workers.terminal import READ_BYTES, WAITING_BYTES_MAX, FrameError, first_frame, frame
 from protocol import exit_codes
 
@@ -112,7 +113,7 @@ def _reached(path: Path, app: str) -> socket.socket:
     while True:
         try:
             with open_client(path) as client:
-                record = client.outlast(app, "running", None)
+                record = _running(client, app)
                 since = since or time.monotonic()
                 if not record.over:
                     return connected(client.query("terminal", app))
@@ -122,6 +123,21 @@ def _reached(path: Path, app: str) -> socket.socket:
                 raise
             time.sleep(AGAIN_S)
     raise Fault(f"{app} is over: {record.state}", next_step=f"gpu-arbiter explain {app}")
+
+
+def _running(client: Client, app: str) -> AppRecord:
+    """Return the record of an app once it runs or is over; raises `Fault` if ssh has ended by then."""
+    while True:
+        try:
+            return client.outlast(app, "running", LOOK_S)
+        except Fault as fault:
+            if fault.code != exit_codes.TIMED_OUT:
+                raise
+        poll = select.poll()
+        for pipe in (sys.stdin, sys.stdout):
+            poll.register(pipe.fileno(), 0)  # that the other end is gone is told unasked
+        if poll.poll(0):
+            raise Fault(f"ssh has ended; {app} waits on", code=exit_codes.INTERRUPTED)
 
 
 def _greet(connection: socket.socket, key: str, app: str) -> tuple[_Told, bytes]:

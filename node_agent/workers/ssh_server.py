@@ -33,6 +33,8 @@ if TYPE_CHECKING:  # `typing` itself is not needed to run
 
 SERVER_FOLDERS = ("/usr/sbin", "/usr/local/sbin", "/usr/bin")
 KEYGEN_FOLDERS = ("/usr/bin", "/usr/local/bin")
+#: Where a key is made, since ssh-keygen writes files only; a host that lacks it has the key on a disk for a moment.
+MEMORY_FOLDER = "/dev/shm"  # noqa: S108 - a folder of this user's own is made there
 #: The terminal is not served meanwhile.
 KEYGEN_S = 20.0
 #: Debian and its kin; Fedora and its kin; Arch; SUSE.
@@ -136,7 +138,8 @@ def _key_in(asked: bytes) -> str:
 def _make_host_key() -> tuple[int, str]:
     """Return a key of this task's own: the private part as a file in memory, and the public part."""
     program = _program("ssh-keygen", KEYGEN_FOLDERS)
-    with TemporaryDirectory() as folder:  # for this user alone
+    memory = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
+    with TemporaryDirectory(dir=memory) as folder:  # for this user alone
         path = os.path.join(folder, "key")
         made = [program, "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", path]
         try:

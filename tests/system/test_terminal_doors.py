@@ -583,6 +583,23 @@ def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
             assert b"names no public key" in connection.recv(READ_BYTES)
 
 
+def test_a_wait_for_gpus_ends_with_its_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def outlast(*words: object) -> None:
+        asked.append(words)
+        if len(asked) == 2:
+            ours.close()
+        raise Fault("it waits", code=exit_codes.TIMED_OUT)
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        monkeypatch.setattr(ssh_proxy, "sys", SimpleNamespace(stdin=theirs, stdout=theirs))
+        with pytest.raises(Fault, match="ssh has ended; ana-x1 waits on"):
+            ssh_proxy._running(SimpleNamespace(outlast=outlast), "ana-x1")  # type: ignore[arg-type]
+    assert len(asked) == 2
+
+
 def test_start_files_change_no_variable_of_a_command(tmp_path: Path) -> None:
     (tmp_path / ".bashrc").write_text("export DATA=of_bashrc\n")
     entry = {"cwd": str(tmp_path), "env": {"DATA": "of_the_app", "HOME": str(tmp_path)}, "secrets": None}
