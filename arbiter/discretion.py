@@ -1,4 +1,4 @@
-"""What a task has printed is told to the owner of its app only, whatever the document in which it stands.
+"""What a task has said itself is told to the owner of its app only, whatever the document in which it stands.
 
 An answer is looked through as a whole, so that a new field or kind of answer need not think of it.
 """
@@ -10,19 +10,19 @@ from typing import Any
 import msgspec
 
 from arbiter.owners import owner_of
-from protocol.log_ends import MARK, without_log_end
+from protocol.log_ends import MARKS, without_log_end
 from protocol.messages import AppId
 
-_MARK = MARK.encode()
+_MARKS = tuple(mark.encode() for mark in MARKS)
 
 
 def tells_log(packed: bytes | msgspec.Raw) -> bool:
-    """Whether a JSON document may hold the end of a log. It costs little."""
-    return _MARK in bytes(packed)
+    """Whether a JSON document may hold what a task has said. It costs little."""
+    return any(mark in bytes(packed) for mark in _MARKS)
 
 
 def told_to(reader: str, document: Any, owner: str = "") -> Any:
-    """Return a document as `reader` may see it, without the ends of logs of other owners' tasks.
+    """Return a document as `reader` may see it, without what other owners' tasks have said.
 
     Parameters
     ----------

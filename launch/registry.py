@@ -21,7 +21,7 @@ from typer.main import get_group
 MODULES: Mapping[str, Sequence[str]] = {
     "submission": ("submit", "run", "wait"),
     "sbatch": ("sbatch",),
-    "terminals": ("attach",),
+    "terminals": ("attach", "ssh-proxy"),
     "acts": ("cancel", "hold", "release", "requeue"),
     "inspection": ("ps", "explain", "logs", "nodes", "shares", "rounds"),
     "events": ("events",),

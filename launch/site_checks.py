@@ -1,4 +1,4 @@
-"""`doctor --site`: checks of a whole running site: its broker, its transport, clocks, releases, store and fairness.
+"""`doctor --site`: checks of a whole running site: its broker, transport, clocks, releases, store, isolation, fairness.
 
 What can be known depends on where it runs. The daemons' own words are heard everywhere, through an app agent; the
 broker's limits are told to root or `rabbitmq` on its host, and the settings by the arbiter's configuration.
@@ -17,14 +17,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from ipaddress import ip_address
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 
+import msgspec
 from msgspec import Struct
 
-from app_agent.control import Control
-from launch.client import open_client
+from app_agent import streams
+from app_agent.control import Control, ControlError
+from app_agent.core.spec import AppSpec
+from launch import escape
+from launch.client import Client, open_client
 from launch.faults import Fault
 from launch.gpu_checks import Check, CheckVerdict
+from protocol import exit_codes
 from protocol.bus.address import split
 from protocol.bus.provision import broker_config
 from protocol.config import ConfigError
@@ -48,6 +54,25 @@ FILES_PER_PARTICIPANT, FILES_OF_BROKER = 4, 1000
 #: Oldest RabbitMQ that is supported.
 BROKER_OLDEST = (3, 10)
 
+#: For a GPU to come free and a task to try what it can.
+ESCAPE_S = 60.0
+#: Of each node.
+ESCAPE_PYTHON = "python3"
+#: The tries of `launch.escape`: what a task could do if one led out, and the mend.
+ESCAPES = {
+    "address": ("read the address of the broker with its password", "chmod 600 these files: docs/operations.md"),
+    "gpu": (
+        "open more GPUs than it has",
+        "the launcher must close device files: its node needs cgroup v2, or the devices controller; see systemctl show "
+        "-p DevicePolicy of the task's unit",
+    ),
+    "signal": ("send signals to the node agent", "give node agent and tasks users of their own; no task may be root"),
+    "environ": ("read the variables of the node agent", "give node agent and tasks users of their own"),
+    "files": ("open files of the node agent by its process", "give node agent and tasks users of their own"),
+    "sockets": ("find the sockets of other tasks", "chmod 711 this folder, which is runtime_dir of the node agent"),
+    "launcher": ("connect to the launcher", "chmod 600 its socket, and have it owned by the node agent's user"),
+}
+
 Ctl = Callable[..., str]  #: has `rabbitmqctl` do something with these words; raises `Fault`
 
 
@@ -64,6 +89,15 @@ class Daemon(Struct, frozen=True):
     def name(self) -> str:
         """Return its name for a person."""
         return f"{'node agent' if self.role == 'node' else 'app agent'} {self.id}"
+
+
+class Escape(Struct, frozen=True):
+    """What came of the tries of `launch.escape`: empty: held; else what was opened; None: there was nothing to try."""
+
+    node: str
+    user: str  #: that the task ran as
+    agent: str  #: the user of the node agent
+    tries: dict[str, str | None]
 
 
 class Word(Struct, frozen=True):
@@ -96,6 +130,7 @@ def checks(config: Path | None = None, ctl: Ctl | None = None) -> Iterator[Check
             yield from releases(word, str(met.get("release", "")))
             yield Check("store of the arbiter", "ok", "written to: the arbiter decides and answers")
             policy = str(client.query("shares")["policy"])
+            yield from isolation(client)
     except Fault as fault:
         yield Check("daemons", "fail", fault.sentence, fault.next_step)
     yield from brokers(bus, participants, ctl or rabbitmqctl)
@@ -310,6 +345,82 @@ def transport(bus: str) -> Iterator[Check]:
         yield Check("TLS", "note", found, "use amqps:// in the file that bus_file names")
     elif bus:
         yield Check("TLS", "ok", "none is needed: the bus is within one process")
+
+
+# --- isolation --------------------------------------------------------------------------------------------------------
+
+
+def isolation(client: Client) -> Iterator[Check]:
+    """Have a task of this user's try to leave its bounds."""
+    try:
+        found = _attempt(client)
+    except ControlError as error:
+        mend = error.next_step if isinstance(error, Fault) else "gpu-arbiter ps"
+        yield Check("isolation", "note", f"not tried: {error.sentence}", mend)
+        return
+    yield from isolated(found)
+
+
+def _attempt(client: Client) -> Escape:
+    """Run the task of `launch.escape`, and return what it tells.
+
+    Raises
+    ------
+    Fault
+        If no GPU is free, or it does not end in time, or tells nothing.
+    """
+    spec = AppSpec(
+        trials=((ESCAPE_PYTHON, "-I", "-c", Path(escape.__file__).read_text()),),
+        cwd="/tmp",  # noqa: S108 - each node has it, and nothing is written there but a folder with a name of its own
+        checkpoint_root=f"/tmp/gpu-arbiter-{token_hex(8)}",  # noqa: S108 - the same
+        name="doctor",
+        max_restarts=0,
+        time_limit_s=ESCAPE_S,
+    )
+    forecast = client.dry_run(spec)
+    if not forecast["starts"] or any(gpu["state"] != "free" for gpu in forecast["gpus"]):
+        raise Fault("its task would wait, or take a GPU from another app", next_step="do the same when a GPU is free")
+    app = client.submit(spec)
+    try:
+        record = client.outlast(app, "done", ESCAPE_S)
+    except Fault as fault:
+        if fault.code != exit_codes.TIMED_OUT:
+            raise
+        raise Fault(
+            f"its task {app} was not over within {ESCAPE_S:g} s", next_step="do the same when a GPU is free"
+        ) from None
+    finally:
+        client.cancel(app)
+    if record.state != "finished":
+        raise Fault(f"its task {app} {record.state}: {record.reason}", next_step=f"gpu-arbiter explain {app}")
+    pieces = streams.talk(streams.output(app), lambda question: question(client))
+    output = b"".join(piece.data for piece in pieces).decode(errors="replace")
+    try:
+        return msgspec.json.decode(output.rpartition(escape.MARK)[2].partition("\n")[0], type=Escape)
+    except msgspec.DecodeError:
+        raise Fault(f"its task {app} has told nothing", next_step=f"gpu-arbiter logs {app}") from None
+
+
+def isolated(found: Escape) -> Iterator[Check]:
+    """Judge what came of an attempt to escape: each try that led out is a fault of its own."""
+    alone = found.user != found.agent
+    if not alone:
+        sentence = (
+            f"node {found.node} has no launcher: tasks of all users run as {found.user}, and can reach each other"
+        )
+        yield Check("isolation", "note", sentence, "install one: docs/operations.md, Tasks as their users")
+    # Files of other users, such as the key of a broker, are closed to tasks without a launcher, too.
+    led_out = {name: what for name, what in found.tries.items() if what and (alone or name == "address")}
+    for name, what in led_out.items():
+        done, mend = ESCAPES.get(name, (name, "see docs/operations.md, Tasks as their users"))
+        sentence = f"on node {found.node} a task of {found.user} could {done}: {what}"
+        yield Check(f"isolation: {name}", "fail", sentence, mend)
+    if alone and not led_out:
+        tries = [name for name, what in found.tries.items() if what is not None]
+        not_there = [name for name, what in found.tries.items() if what is None]
+        rest = f"; there was none of: {', '.join(not_there)}" if not_there else ""
+        sentence = f"on node {found.node} a task of {found.user} could get at none of: {', '.join(tries)}{rest}"
+        yield Check("isolation", "ok", sentence)
 
 
 # --- fairness ---------------------------------------------------------------------------------------------------------

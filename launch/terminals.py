@@ -53,10 +53,14 @@ _MODES = re.compile(rb"\x1b\[\?([0-9;]+)([hl])")
 
 
 class Parting(Struct, frozen=True):
-    """How a visit ended: the program did, the person left, another connection has the terminal, or this one broke."""
+    """How a visit ended: the program did, the person left, another connection has the terminal, or this one broke.
 
-    how: Literal["ended", "left", "taken", "lost"]
+    Or the node let this one in no further, for the reason `why`.
+    """
+
+    how: Literal["ended", "left", "taken", "lost", "refused"]
     code: int = 0
+    why: str = ""
 
 
 def check_terminal() -> None:
@@ -65,7 +69,7 @@ def check_terminal() -> None:
         raise usage("a terminal is wanted, and input or output of this command is none", "leave --pty out in scripts")
 
 
-def stay(path: Path, app: str) -> int:
+def stay(path: Path, app: str) -> int:  # noqa: C901 - one way in, and each way out
     """Visit the terminal of an app until it is over or the person leaves; return the exit code for that.
 
     A visitor who was there before waits for what is away for a while: the node agent, the app agent at `path`, the way.
@@ -94,8 +98,11 @@ def stay(path: Path, app: str) -> int:
                 time.sleep(AGAIN_S)
                 continue
             with connection:
+                began = time.monotonic()
                 parting = converse(connection)
-            was_there, since = True, 0.0
+            was_there = True
+            if parting.how != "lost" or time.monotonic() > began + AGAIN_S:  # else it may be refused without a word
+                since = 0.0
             match parting.how:
                 case "left":
                     return _tell_left(app)
@@ -103,7 +110,12 @@ def stay(path: Path, app: str) -> int:
                     note(f"another command of yours has the terminal of {app} now")
                     return exit_codes.DONE
                 case "lost":
+                    if since and time.monotonic() > since + LOST_S:
+                        raise Fault(f"the terminal of {app} hangs up at once", code=exit_codes.UNREACHABLE)
                     note(f"the connection to {app} was lost; trying again (Ctrl-C ends this, and {app} goes on)")
+                    time.sleep(AGAIN_S)
+                case "refused":
+                    raise Fault(f"the terminal of {app} cannot be shown: {parting.why}", code=exit_codes.UNREACHABLE)
                 case "ended":
                     with open_client(path) as client:
                         record = _after_end(client, app)
@@ -340,6 +352,8 @@ class _Conversation:
                 return Parting("taken")
             elif kind == b"e":
                 return Parting("ended", int(content))
+            elif kind == b"x":
+                return Parting("refused", why=content.decode(errors="replace"))
         return None
 
 

@@ -173,6 +173,7 @@ def _save(process: TrainingState, order: Order, save: Save) -> None:
     try:
         path = _write(process, order, save)
     except Exception as error:  # noqa: BLE001 - the script's own function failed: this order fails, training goes on
+        # `protocol.log_ends` knows the words of the script by the beginning of this sentence.
         process.refuse(order, f"the checkpoint of step {process.step} failed: {type(error).__name__}: {error}")
         return
     with process.changed:

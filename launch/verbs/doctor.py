@@ -29,7 +29,7 @@ def doctor(
         Path | None, typer.Option(metavar="FILE", help="the same of a database: the arbiter's journal_file")
     ] = None,
     site: Annotated[
-        bool, typer.Option("--site", help="also check the whole site: broker, TLS, clocks, releases, fairness")
+        bool, typer.Option("--site", help="also check the whole site: broker, TLS, clocks, isolation, fairness")
     ] = False,
     config: Annotated[
         Path | None, typer.Option(metavar="FILE", help="with --site: the arbiter.toml whose settings are tried")

@@ -1,8 +1,8 @@
 """A terminal that no person and no program uses gives its GPUs back, after a warning that it shows.
 
-In use is a task while something is typed or shown, and while one of its GPUs works: a training that says nothing is in
-use, and so is a person who reads what scrolls by. A GPU of which the driver tells no utilisation counts as at work
-while a process of the task is on it.
+In use is a task while something is typed or shown, while a connection of ssh is open, and while one of its GPUs works:
+a training that says nothing is in use, and so is a person who reads what scrolls by. A GPU of which the driver tells no
+utilisation counts as at work while a process of the task is on it.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ from node_agent.core.model import (
 )
 from node_agent.core.state import NodeState
 from node_agent.core.verdict import judge, left, lost_work
-from protocol.log_ends import with_log_end
+from protocol.log_ends import with_log_end, with_script_words
 from protocol.messages import TaskId, newest_metrics
 from protocol.worker import (
     Counted,
@@ -84,6 +84,8 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
     task = node.tasks.get(task_id)
     if task is None or isinstance(task.state, Exited | Starting | Waiting):
         return
+    if isinstance(line, Refused):
+        line = replace(line, reason=with_script_words(line.reason))
     ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq)
     if ranks is not task.ranks:
         node.put(replace(task, ranks=ranks))

@@ -29,7 +29,7 @@ import structlog
 from msgspec import Struct
 
 from node_agent.workers.shim import SPARE_FD
-from node_agent.workers.terminal import READ_BYTES, FrameError, frame, frames, keep_watch
+from node_agent.workers.terminal import HEAD_BYTES, READ_BYTES, FrameError, frame, frames, keep_watch
 from protocol.clock import boot_id
 from protocol.messages import TaskId, TerminalDoor
 
@@ -46,6 +46,8 @@ CONNECTIONS_MAX = 256
 STRANGERS_MAX = 64
 #: Fewer than a supervisor serves (`terminal.VISITORS_MAX`), so that it hears the node agent's questions, too.
 VISITS_OF_TASK_MAX = 6
+#: Connections of ssh to a task, which leave its supervisor for a server, and take no place of a terminal.
+SSH_OF_TASK_MAX = 6
 #: For the last words of a connection to arrive.
 FAREWELL_S = 5.0
 #: For a supervisor to answer a question, and the most that it may say.
@@ -57,6 +59,13 @@ SOCKET_NAME = "terminal.sock"
 
 class DoorError(Exception):
     """There can be no way to terminals as configured; the message names the mend."""
+
+
+class _Place(Struct, frozen=True):
+    """What a connection comes to: the terminal of a task, or its ssh server."""
+
+    task: TaskId
+    is_ssh: bool
 
 
 class _Token(Struct, frozen=True):
@@ -158,7 +167,7 @@ class Doors:
         self._listen_at, self._address, self._state_dir = listen_at, address, state_dir
         self._tasks, self._folder_of = tasks, folder_of
         self._tokens: dict[bytes, _Token] = {}
-        self._visits: dict[asyncio.Task[None], TaskId | None] = {}  #: with the task; None: no token was said yet
+        self._visits: dict[asyncio.Task[None], _Place | None] = {}  #: None: no token was said yet
         self._tls: ssl.SSLContext | None = None
         self._tried = asyncio.Event()
         self._server: asyncio.Server | None = None
@@ -236,7 +245,7 @@ class Doors:
         if self._tls is not None:
             assert isinstance(writer.transport, asyncio.Transport), "a socket's transport reads and writes"
             writer.transport.pause_reading()  # what comes first is for TLS
-        strangers = [visit for visit, task in self._visits.items() if task is None]
+        strangers = [visit for visit, place in self._visits.items() if place is None]
         if len(strangers) >= STRANGERS_MAX:
             del self._visits[strangers[0]]
             strangers[0].cancel()
@@ -258,16 +267,23 @@ class Doors:
                 said = await reader.readuntil(b"\n")
             known = self._tokens.pop(sha256(said.strip()).digest(), None)
             folder = self._folder_of(known.task) if known is not None and known.until > time.monotonic() else None
-            visits = 0 if known is None else list(self._visits.values()).count(known.task)
-            if known is None or folder is None or visits >= VISITS_OF_TASK_MAX:
+            if known is None or folder is None:
                 log.warning("terminal.refused", peer=writer.get_extra_info("peername"))
+                return
+            async with asyncio.timeout(GREETING_S):
+                head = await reader.readexactly(HEAD_BYTES)
+            place = _Place(known.task, head[:1] == b"s")
+            if list(self._visits.values()).count(place) >= (SSH_OF_TASK_MAX if place.is_ssh else VISITS_OF_TASK_MAX):
+                log.warning("terminal.full", task=known.task, ssh=place.is_ssh)
+                await _part(writer, frame(b"x", _full(place).encode()))
                 return
             visit = asyncio.current_task()
             assert visit is not None, "this is a task"
-            self._visits[visit] = known.task
+            self._visits[visit] = place
             log.info("terminal.attached", task=known.task)
             with _within(folder) as path:
                 from_task, to_task = await asyncio.open_unix_connection(path)
+            to_task.write(head)
             await _relay(reader, writer, from_task, to_task)
             log.info("terminal.detached", task=known.task)
 
@@ -284,13 +300,19 @@ async def _relay(
             typing = pumps.create_task(_pass_typed(reader, to_task))
             await _pass_on(from_task, writer)
             typing.cancel()
-        writer.close()
-        async with asyncio.timeout(FAREWELL_S):
-            await writer.wait_closed()
+        await _part(writer)
     except* OSError:
         pass  # one of the two is gone
     finally:
         to_task.transport.abort()
+
+
+async def _part(writer: asyncio.StreamWriter, words: bytes = b"") -> None:
+    """Hang up once what was written, and these last words, have arrived."""
+    writer.write(words)
+    writer.close()
+    async with asyncio.timeout(FAREWELL_S):
+        await writer.wait_closed()
 
 
 async def _pass_typed(reader: asyncio.StreamReader, to_task: asyncio.StreamWriter) -> None:
@@ -303,6 +325,12 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
     while data := await reader.read(READ_BYTES):
         writer.write(data)
         await writer.drain()
+
+
+def _full(place: _Place) -> str:
+    if place.is_ssh:
+        return f"{place.task} has {SSH_OF_TASK_MAX} connections of ssh, and takes no more; end one"
+    return f"{place.task} has {VISITS_OF_TASK_MAX} visitors at its terminal, and takes no more; end one"
 
 
 def _closed(node: str) -> str:

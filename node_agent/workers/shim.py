@@ -95,15 +95,22 @@ def terminal_of(spec: Json) -> Any:
     """Return the terminal of a task, if it is to have one; what makes it is read only then, as it takes its time."""
     if not spec.get("terminal"):
         return None
-    from importlib import util  # this folder is not on the path
+    os.set_inheritable(TERMINAL_FD, False)
+    log, shim = log_file(spec), os.getpid()
+    ssh = beside("ssh_server").SshServer(spec, log, lambda: bind(spec, shim))
+    return beside("terminal").Terminal(TERMINAL_FD, log, ssh)
 
-    found = util.spec_from_file_location("terminal", __file__.replace("shim.py", "terminal.py"))
+
+def beside(name: str) -> Any:
+    """Return a module that lies beside this one: the folder is not on the path."""
+    from importlib import util
+
+    found = util.spec_from_file_location(name, __file__.replace("shim.py", f"{name}.py"))
     assert found is not None, "it lies beside this file"
     assert found.loader is not None, "it is a file of Python"
     module = util.module_from_spec(found)
     found.loader.exec_module(module)
-    os.set_inheritable(TERMINAL_FD, False)
-    return module.Terminal(TERMINAL_FD, log_file(spec))
+    return module
 
 
 def log_file(spec: Json) -> int:
@@ -133,17 +140,7 @@ def spawn(spec: Json, terminal: Any = None) -> tuple[int, str]:
 
 def become(spec: Json, shim: int, terminal: Any) -> None:
     """Turn this child into the task."""
-    os.setsid()
-    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != shim:
-        raise RuntimeError("the supervisor died while the task was being started")
-    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
-        signal.signal(getattr(signal, name), signal.SIG_DFL)
-    if spec.get("cgroup", "").startswith("/"):
-        with open(os.path.join(spec["cgroup"], "cgroup.procs"), "w") as group:
-            group.write("0")  # this very process; its children are born in the group
-    if spec["cpus"]:
-        os.sched_setaffinity(0, spec["cpus"])
+    bind(spec, shim)
     if "log" not in spec:
         os.set_inheritable(EXIT_FD, False)
         check_folders(spec)
@@ -160,6 +157,21 @@ def become(spec: Json, shim: int, terminal: Any) -> None:
     reader = spec.get("reader", "the node agent's user")
     env = spec["env"] | {name: secret(name, path, reader) for name, path in spec.get("secrets", {}).items()}
     os.execvpe(spec["command"][0], spec["command"], env)  # noqa: S606 - a program, never a shell line
+
+
+def bind(spec: Json, shim: int) -> None:
+    """Put this child of the supervisor `shim` in a session, and in the group and on the cores of the task."""
+    os.setsid()
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != shim:
+        raise RuntimeError("the supervisor died while the task was being started")
+    for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGPIPE"):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
+    if spec.get("cgroup", "").startswith("/"):
+        with open(os.path.join(spec["cgroup"], "cgroup.procs"), "w") as group:
+            group.write("0")  # this very process; its children are born in the group
+    if spec["cpus"]:
+        os.sched_setaffinity(0, spec["cpus"])
 
 
 def check_folders(spec: Json) -> None:

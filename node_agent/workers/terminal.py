@@ -9,7 +9,9 @@ What travels is frames, a kind and a length before the content. From a person: `
 the first frame of each connection that wants to see the terminal; ``d``, what was typed. From the node agent:
 ``n``, a sentence to show; ``q``, the question how long nothing was typed or shown, answered by ``i`` and the seconds.
 To a person: ``d``, what is to be shown; ``t``, another connection has the terminal now; ``e``, the end, with the exit
-code.
+code. A connection that begins with ``s`` and a public key is to be one of ssh: it is answered by ``s`` and the host
+key, and from there on it is a server's (`ssh_server`), without frames; or by ``x`` and the reason why there is none.
+The door answers any connection by ``x`` and the reason where too many are there.
 """
 
 # pathlib would double the time this takes to start.
@@ -26,6 +28,10 @@ import termios
 import time
 from contextlib import suppress
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` itself is not needed to run
+    from node_agent.workers.ssh_server import SshServer
+
 #: Of the newest output, shown to a person who comes.
 REPLAY_BYTES_MAX = 2**16
 #: What may wait for a person, or for the program: beyond that the other side is not read.
@@ -41,6 +47,7 @@ SILENT_S = 30
 #: The longest turn: processes that have ended and came to this one as orphans are collected after each.
 TURN_MS = 1000
 _HEAD = struct.Struct(">cI")
+HEAD_BYTES = _HEAD.size
 _SIZE = struct.Struct(">HH")
 
 
@@ -62,15 +69,27 @@ def frames(data: bytes) -> tuple[list[tuple[bytes, bytes]], bytes]:
         If a frame is longer than any may be.
     """
     found = []
-    while len(data) >= _HEAD.size:
-        kind, length = _HEAD.unpack_from(data)
-        if length > FRAME_BYTES_MAX:
-            raise FrameError(f"a frame of {length} bytes is longer than {FRAME_BYTES_MAX}")
-        if len(data) < _HEAD.size + length:
-            break
-        found.append((kind, data[_HEAD.size : _HEAD.size + length]))
-        data = data[_HEAD.size + length :]
+    while (one := first_frame(data)) is not None:
+        kind, content, data = one
+        found.append((kind, content))
     return found, data
+
+
+def first_frame(data: bytes) -> tuple[bytes, bytes, bytes] | None:
+    """Return the kind and the content of the frame at the beginning of `data`, and what is left; or None.
+
+    Raises
+    ------
+    FrameError
+        If the frame is longer than any may be.
+    """
+    if len(data) < _HEAD.size:
+        return None
+    kind, length = _HEAD.unpack_from(data)
+    if length > FRAME_BYTES_MAX:
+        raise FrameError(f"a frame of {length} bytes is longer than {FRAME_BYTES_MAX}")
+    end = _HEAD.size + length
+    return (kind, data[_HEAD.size : end], data[end:]) if len(data) >= end else None
 
 
 def window(rows: int, columns: int) -> bytes:
@@ -122,9 +141,12 @@ class Terminal:
         The descriptor of the socket.
     log
         The descriptor of the task's log, for appending.
+    ssh
+        Starts a server of ssh for a connection that asks for one.
     """
 
-    def __init__(self, listener: int, log: int) -> None:
+    def __init__(self, listener: int, log: int, ssh: SshServer) -> None:
+        self._ssh = ssh
         self._listener = socket.socket(fileno=listener)
         self._listener.setblocking(False)
         self._log = log
@@ -153,6 +175,8 @@ class Terminal:
                     while (found := os.waitpid(-1, os.WNOHANG))[0]:
                         if found[0] == pid:
                             return found[1]
+                        if self._ssh.ended(found[0]):
+                            self._active_at = time.monotonic()
                 self._turn(alive)
         finally:
             os.close(alive)
@@ -216,6 +240,8 @@ class Terminal:
                 return
             for kind, content in said:
                 self._hear(visitor, kind, content)
+                if visitor not in self._visitors:  # it was handed to ssh
+                    return
             if not data:
                 self._dismiss(visitor)
 
@@ -230,8 +256,28 @@ class Terminal:
         elif kind == b"n":
             self._show(b"\r\n[" + content.replace(b"\x1b", b"?") + b"]\r\n")
         elif kind == b"q":
-            visitor.outbox += frame(b"i", f"{time.monotonic() - self._active_at:.3f}".encode())
+            quiet_s = 0.0 if self._ssh else time.monotonic() - self._active_at
+            visitor.outbox += frame(b"i", f"{quiet_s:.3f}".encode())
             visitor.flush()
+        elif kind == b"s" and visitor is not self._shown_to:
+            self._give_to_ssh(visitor, content)
+
+    def _give_to_ssh(self, visitor: _Visitor, asked: bytes) -> None:
+        """Have a server of ssh take over a connection, or say why there is none."""
+        told = False
+
+        def tell(content: bytes) -> None:
+            nonlocal told
+            told = True
+            visitor.connection.sendall(frame(b"s", content))
+
+        try:
+            self._ssh.open(visitor.connection, asked, tell)
+        except Exception as error:  # noqa: BLE001 - it must cost neither the supervisor nor the program
+            with suppress(OSError):
+                if not told:  # after that word the bytes are those of ssh
+                    visitor.connection.sendall(frame(b"x", str(error).encode(errors="replace")))
+        self._dismiss(visitor)
 
     def _show_to(self, visitor: _Visitor) -> None:
         """Show the terminal to this person and to no other from now on, beginning with the newest output."""

@@ -11,27 +11,28 @@ from msgspec.structs import replace
 from arbiter.core.effects import EventRecord
 from arbiter.discretion import told_to
 from arbiter.queries import Queries
-from protocol.log_ends import INSTEAD, MARK, with_log_end, without_log_end
+from protocol.log_ends import INSTEAD, MARK, SAID_INSTEAD, SAID_MARK, with_log_end, with_script_words, without_log_end
 from protocol.messages import Answer, AppId, NodeId, Party, Query, QueryKind, TaskId
 from tests.core.test_reports import Books
 from tests.support.arbiter_site import TEAM, task
 
 PRINTED = "the-password-is-tr0ub4dor"
 WHY = with_log_end("exited with code 3", f"Traceback:\n  {PRINTED} ) (")
+SAID = with_script_words(f"told to leave by SIGTERM as it refused: the checkpoint of step 7 failed: OSError: {PRINTED}")
 #: Of them, those that nobody answers by a document of the arbiter's.
 NO_DOCUMENT = {"log", "terminal", "dry-run", "report"}
 
 
-def fail(books: Books, app: str = "ana-1") -> None:
+def fail(books: Books, app: str = "ana-1", why: str = WHY) -> None:
     """An app whose task has failed; its app agent says why, in the words of the node."""
     site = books.site
     books.note(site.app(app) + site.wait(0.0))
     gpus = site.held(app)
     assert gpus
-    over = task(app, 0, gpus, "exited", outcome="failed", exit_code=3, reason=WHY)
+    over = task(app, 0, gpus, "exited", outcome="failed", exit_code=3, reason=why)
     books.note(site.node("n1", tasks=[*books.others, task(app, 0, gpus)], used=[*gpus, *books.others[0].gpus]))
     books.note(site.node("n1", tasks=[*books.others, over], used=books.others[0].gpus))
-    books.note(site.app(app, state="failed", reason=f"{app}.0 failed: {WHY}; and 2 more"))
+    books.note(site.app(app, state="failed", reason=f"{app}.0 failed: {why}; and 2 more"))
 
 
 @pytest.fixture
@@ -58,6 +59,19 @@ def test_no_answer_to_anyone_else_holds_what_a_task_has_printed(books: Books, se
             assert PRINTED not in told.document.decode() + told.error, (kind, target)
     story = answer(books, sender, "explain", "ana-2").document.decode()
     assert f"ana-2.0-a0 on n1 is exited: failed (exited with code 3{INSTEAD})" in story
+
+
+def test_no_answer_to_anyone_else_holds_what_a_save_function_has_raised() -> None:
+    books = Books()
+    fail(books, "ana-2", SAID)
+    for kind in sorted({*get_args(QueryKind)} - NO_DOCUMENT):
+        for target in ("", "ana-2", "ana-2.0-a0", "GPU-n1-0", "n1", "owner", "app-ana"):
+            told = answer(books, Party("app", "ben"), kind, target)
+            assert PRINTED not in told.document.decode() + told.error, (kind, target)
+    assert PRINTED in answer(books, Party("app", "ana"), "explain", "ana-2").document.decode()
+    events = answer(books, Party("app", "ana"), "events").document.decode()
+    assert PRINTED not in events, "the ledger is kept for longer than the logs"
+    assert f"the checkpoint of step 7 failed{SAID_INSTEAD}" in events
 
 
 def test_the_owner_is_told_how_the_log_ends(books: Books) -> None:
@@ -114,6 +128,9 @@ def test_a_part_of_a_document_belongs_to_the_owner_of_the_app_that_it_names(docu
         (f"is exited (a{MARK}b)", f"is exited (a{INSTEAD})"),
         (f"a{MARK}b{MARK}c", f"a{INSTEAD}"),
         (f"(x) a{MARK}b", f"(x) a{INSTEAD}"),
+        (f"is left (a{SAID_MARK}b); c", f"is left (a{SAID_INSTEAD})"),
+        (f"a{SAID_MARK}b{MARK}c", f"a{SAID_INSTEAD}"),
+        (f"a{MARK}b{SAID_MARK}c", f"a{INSTEAD}"),
     ],
 )
 def test_all_behind_the_mark_is_left_out(text: str, told: str) -> None:

@@ -29,6 +29,7 @@ from node_agent.core.events import (
 from node_agent.core.model import TRANSITIONS, Exited, IllegalTransition, Running
 from node_agent.core.proof import TOLERATED_S
 from protocol.core import Connected, Received, Send
+from protocol.log_ends import without_log_end
 from protocol.messages import (
     ARBITER,
     AppId,
@@ -528,6 +529,16 @@ def test_a_refusal_leads_to_the_next_method(bench: Bench) -> None:
     bench.worker(A, Refused(order.seq, "CUDA graphs are alive"))
     assert bench.only(SignalWorker).how == "terminate"
     assert "CUDA graphs are alive" in bench.status(A).reason
+
+
+def test_the_words_of_a_save_function_that_has_raised_stand_behind_a_mark(bench: Bench) -> None:
+    bench.run(A, 0, checkpoint=True)
+    bench.plan(task_order(A, 0, want="vacate", preempt_by="checkpoint"))
+    said = "the checkpoint of step 5 failed: ValueError: cannot open s3://key:secret@bucket"
+    bench.worker(A, Refused(bench.ordered().seq, said))
+    reason = bench.status(A).reason
+    assert "failed; its script says: ValueError: cannot open s3://key:secret@bucket" in reason
+    assert without_log_end(reason).endswith("refused: the checkpoint of step 5 failed; its owner is told why")
 
 
 @pytest.mark.parametrize("preempt_by", ["checkpoint", "suspend"])

@@ -22,7 +22,7 @@ CODE = (".py", ".toml", ".service", ".csv", ".json", ".sh", "Makefile")
 #: Names of other programs, of variables of the environment, and of files that users have.
 FOREIGN = {
     "--install-completion",
-    "condor_ssh_to_job",
+    "condor_ssh_to_job pam_slurm_adopt --stdio",
     "NODE_FAIL NO_COLOR HF_HOME ID_3 wait_job",
     "close_all_user_connections cluster_status delete_user delete_vhost",
     "pg_promote pg_reload_conf synchronous_standby_names",

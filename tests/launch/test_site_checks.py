@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 import sqlite3
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 from msgspec.structs import replace
 
 from arbiter.core.registry import POLICIES, tables
 from arbiter.core.state.model import ArbiterSettings
-from launch import doctor, site_checks
+from launch import doctor, escape, site_checks
 from launch.faults import Fault
 from launch.gpu_checks import Check
-from launch.site_checks import Daemon, Word
+from launch.site_checks import Daemon, Escape, Word
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import Party
 from protocol.release import release
@@ -223,6 +227,71 @@ def test_the_version_of_the_stores_tables_is_told_and_a_newer_one_is_a_fault(tmp
         database.execute("PRAGMA user_version = 99")
     check = doctor._store(tmp_path)
     assert (check.verdict, "newer than 2; upgrade" in check.found) == ("fail", True), check
+
+
+# --- isolation --------------------------------------------------------------------------------------------------------
+
+HELD = Escape("n1", "alice", "gpu-node", dict.fromkeys(site_checks.ESCAPES, "") | {"gpu": None})
+
+
+def test_a_task_that_could_get_at_nothing_is_told_with_what_was_not_there_to_try() -> None:
+    (check,) = site_checks.isolated(HELD)
+    assert check.verdict == "ok"
+    assert "on node n1 a task of alice could get at none of: address, signal, environ" in check.found
+    assert check.found.endswith("; there was none of: gpu")
+
+
+@pytest.mark.parametrize("forecast", [{"starts": False, "gpus": []}, {"starts": True, "gpus": [{"state": "leased"}]}])
+def test_where_no_gpu_is_free_no_task_is_submitted(forecast: dict[str, object]) -> None:
+    client = SimpleNamespace(dry_run=lambda spec: forecast)  # without a way to submit
+    (check,) = site_checks.isolation(client)  # type: ignore[arg-type]
+    assert (check.verdict, "take a GPU from another app" in check.found) == ("note", True), check
+    assert check.mend == "do the same when a GPU is free"
+
+
+@pytest.mark.parametrize("name", site_checks.ESCAPES)
+def test_each_try_that_leads_out_is_a_fault_with_its_mend(name: str) -> None:
+    (check,) = site_checks.isolated(replace(HELD, tries=HELD.tries | {name: "/the/thing"}))
+    assert (check.name, check.verdict) == (f"isolation: {name}", "fail")
+    assert check.found.endswith(": /the/thing")
+    assert check.mend
+
+
+def test_where_tasks_run_as_the_node_agents_user_that_is_said() -> None:
+    (check,) = site_checks.isolated(replace(HELD, user="gpu-node", tries=HELD.tries | {"signal": "process 7"}))
+    assert (check.verdict, "has no launcher" in check.found) == ("note", True)
+    note, address = site_checks.isolated(replace(HELD, user="gpu-node", tries=HELD.tries | {"address": "/key"}))
+    assert (note.verdict, address.verdict, address.name) == ("note", "fail", "isolation: address")
+
+
+def test_the_tries_of_a_task_see_what_is_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket(socket.AF_UNIX) as agent:
+        agent.bind(str(tmp_path / "own"))
+        agent.listen()
+        env = {"GPU_ARBITER_SOCKET": str(tmp_path / "own"), "GPU_ARBITER_GPUS": "1"}
+        told = msgspec.convert(escape.tried(env), Escape)
+        assert told.user == told.agent
+        assert set(told.tries) == set(site_checks.ESCAPES)
+        assert (told.tries["signal"], told.tries["sockets"]) == (f"process {os.getpid()}", str(tmp_path))
+        assert escape.launcher(str(tmp_path / "own")) == str(tmp_path / "own")
+    assert escape.launcher(str(tmp_path / "own")) == "", "nothing listens there"
+    assert escape.launcher(str(tmp_path / "none")) is None
+    for number in range(2):
+        (tmp_path / f"nvidia{number}").touch()
+    pattern = f"{tmp_path}/nvidia[0-9]*"
+    assert escape.gpus(1, pattern) == f"{tmp_path}/nvidia0, {tmp_path}/nvidia1"
+    assert escape.gpus(2, pattern) is None, "there are no more to open"
+    assert set(escape.process(0).values()) == {None}, "it is outside the namespace of the task"
+    assert escape.gpus(1, f"{tmp_path}/none*") is None
+    (tmp_path / "node.url").write_text("amqp://node-n1:secret@broker/gpu\n")
+    (tmp_path / "app.url").write_text("amqps://broker/gpu\n")
+    (tmp_path / "node.toml").write_text(f'node = "n1"\nbus_file = "{tmp_path}/key"\n')
+    (tmp_path / "key").write_text("-----BEGIN PRIVATE KEY-----\n")
+    named = ([f"{tmp_path}/*.url"], f"{tmp_path}/node.toml")
+    assert escape.addresses(*named) == "", "they are this user's own"
+    assert escape.addresses([], f"{tmp_path}/none") is None
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    assert escape.addresses(*named) == f"{tmp_path}/key, {tmp_path}/node.url"
 
 
 # --- fairness ---------------------------------------------------------------------------------------------------------

@@ -160,6 +160,10 @@ class Host:
         """`gpu-arbiter` in a terminal of a user of this host."""
         return OwnTerminal([*self.enter, *as_user(user), *self._owner(user), "-m", "gpu_arbiter", *words])
 
+    def ssh_of(self, user: str, *words: str) -> list[str]:
+        """`ssh` of a user of this host, with the configuration in the user's home folder."""
+        return [*self.enter, *as_user(user), *self._owner(user)[:-1], "ssh", "-F", f"/home/{user}/config", *words]
+
     def as_owner(self, user: str, *words: str, check: bool = True) -> str:
         """What `gpu-arbiter` prints to a user of this host."""
         return self.run(*self._owner(user), "-m", "gpu_arbiter", *words, user=user, check=check)

@@ -68,6 +68,7 @@ class PageSite:
     def __init__(self, folder: Path, socket: Path) -> None:
         self.folder, self.socket = folder, socket
         self.env = {"GPU_ARBITER_URL": f"unix://{socket}", "PATH": f"{folder}/bin:{os.environ['PATH']}"}
+        self.env |= {"XDG_STATE_HOME": f"{folder}/state"}  # and not in a home folder
         binaries = folder / "bin"
         binaries.mkdir(parents=True)
         (folder / "train.py").write_text(TRAIN)

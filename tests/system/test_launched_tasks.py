@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -22,11 +23,14 @@ from msgspec.structs import replace
 pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
 
 from node_agent.workers.containment import key_of
+from node_agent.workers.ssh_server import SERVER_FOLDERS
 from protocol.messages import TaskOrder, TaskStatus, Want
 from tests.support.gateway import GATEWAY, Hand
 from tests.support.launcher_host import LAUNCHER, RUNTIME, UIDS, Host, launcher_host, why_not
 from tests.support.node_site import NodeProcess, find_task, plan_of, task_order
+from tests.support.patience import PATIENCE_S
 
+HAS_SSH_SERVER = any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS)
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 STATE = Path("/srv/node/state")
@@ -358,6 +362,38 @@ async def test_what_two_users_submit_at_a_gateway_runs_as_each_of_them(host: tup
         assert "I am" not in refused
 
 
+@pytest.mark.full
+async def test_doctor_has_a_task_try_to_escape_and_names_each_try_that_leads_out(host: tuple[Host, Hand]) -> None:
+    there, _ = host
+
+    def isolation() -> dict[str, tuple[str, str]]:
+        said = there.as_owner("alice", "doctor", "--site", "--json", check=False)
+        told = json.loads(said[said.index("{") :].splitlines()[0])
+        checks = [check for check in told["checks"] if check["name"].startswith("isolation")]
+        return {check["name"]: (check["verdict"], check["found"]) for check in checks}
+
+    there.write("/etc/gpu-arbiter/node.url", "amqp://node-n1:password@host/gpu", owner="gpu-node", mode="600")
+    async with there.whole_site():
+        ((name, (verdict, found)),) = (await asyncio.to_thread(isolation)).items()
+        assert (name, verdict) == ("isolation", "ok"), found
+        assert "could get at none of: address, sockets, launcher, signal, environ, files" in found
+        assert "No such file" in there.run("sh", "-c", "ls -d /tmp/gpu-arbiter-*", check=False), "it leaves nothing"
+        opening = (
+            "chmod 644 /etc/gpu-arbiter/node.url",
+            f"chmod 755 {RUNTIME}/whole/sockets",
+            f"chmod 666 {LAUNCHER}",
+        )
+        there.run("sh", "-ec", "; ".join(opening))
+        try:
+            led_out = await asyncio.to_thread(isolation)
+        finally:
+            there.run("sh", "-ec", f"chmod 600 /etc/gpu-arbiter/node.url {LAUNCHER}")
+        assert {name: verdict for name, (verdict, _) in led_out.items()} == dict.fromkeys(
+            ("isolation: address", "isolation: sockets", "isolation: launcher"), "fail"
+        )
+        assert "/etc/gpu-arbiter/node.url" in led_out["isolation: address"][1]
+
+
 #: Asks the gateway for the way to a terminal, and tells what it says.
 ASKING = """
 import sys
@@ -368,6 +404,29 @@ try:
 except ControlError as error:
     print(error.code, error.sentence)
 """
+
+
+def check_ssh(there: Host, app: str) -> None:
+    """Hold that ssh of alice's comes into the unit of her app, and bob's to nothing of it."""
+    for user in ("alice", "bob"):
+        there.write(f"/home/{user}/config", there.as_owner(user, "ssh-proxy", "--config"), owner=user)
+    unit = "grep -hom1 'gpu-arbiter-[^/]*.service' /proc/self/cgroup /proc/$PPID/cgroup | uniq -c"
+    asks = f"echo $(id -un) $GPU_ARBITER_JOB $({unit} | wc -l); sleep 1000"
+    session = subprocess.Popen(there.ssh_of("alice", f"{app}.gpu", asks), stdout=subprocess.PIPE, text=True)
+    try:
+        assert session.stdout is not None
+        assert session.stdout.readline() == f"alice {app}.0 1\n"
+        files = there.run("sh", "-c", "find /proc/[0-9]*/fd -lname '/memfd:ssh*'", check=False).split()
+        assert "PRIVATE KEY" in there.run("cat", *files, user="alice"), "the try does work"
+        assert there.run("cat", *files, user="bob", check=False).count("Permission denied") == len(files)
+        words = there.ssh_of("bob", f"alice@{app}.gpu", "id")
+        refused = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert f"there is no app {app}" in refused.stderr
+        there.as_owner("alice", "cancel", app)
+        assert session.wait(PATIENCE_S) == 255
+    finally:
+        session.kill()
+        session.communicate()
 
 
 @pytest.mark.full
@@ -388,7 +447,9 @@ async def test_a_terminal_is_its_owners_own_on_the_node_and_no_other_user_comes_
             assert "Permission denied" in there.run("ls", sockets[0], user="bob", check=False)
             terminal = there.run("sh", "-c", "readlink /proc/$(pgrep -u alice -f 'sleep 0.2' | head -1)/fd/0").strip()
             assert "Permission denied" in there.run("sh", "-c", f"echo stolen > {terminal}", user="bob", check=False)
-            await asyncio.to_thread(there.as_owner, "alice", "cancel", app)
+            if HAS_SSH_SERVER:
+                await asyncio.to_thread(check_ssh, there, app)
+            await asyncio.to_thread(lambda: there.as_owner("alice", "cancel", app, check=False))
             await asyncio.to_thread(shell.read_until, r"alice-[a-z]+\d+ cancelled")
         finally:
             shell.close()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from app_agent.core.spec import AppSpec
 from launch.client import open_client
-from protocol.log_ends import INSTEAD
+from protocol.log_ends import INSTEAD, SAID_INSTEAD
+from protocol.messages import Requirements
 from tests.support.patience import PATIENCE_S
 from tests.support.thread_site import thread_site
 
@@ -24,6 +26,15 @@ from tests.launch.test_web_discretion import ADDRESSES, texts
 PRINTED = "rodb4uort-eht-si-drowssap"
 #: It tells what it printed in no other way: not by its command, either.
 FAILING = f"import sys; print({PRINTED[::-1]!r}[::-1], flush=True); sys.exit(3)"
+#: It tells its password in the exception that its save function raises.
+UNSAVED = f"""
+import time
+from app_agent import session
+def save(folder): raise OSError({PRINTED[::-1]!r}[::-1])
+for step in range(10**6):
+    time.sleep(0.02)
+    session.step_end(step, save=save)
+"""
 QUESTIONS = ("apps", "nodes", "rounds", "leases", "shares", "events", "report")
 
 
@@ -55,3 +66,30 @@ def test_the_end_of_a_failed_tasks_log_is_told_to_its_owner_only(tmp_path: Path)
         assert f"exited with code 3{INSTEAD}" in browser.get(f"/apps/{app}")[2]
         held = [path.name for path in ledger.parent.glob("ledger.db*") if PRINTED.encode() in path.read_bytes()]
         assert held == [], "the ledger outlives the logs"
+
+
+def test_what_a_save_function_raises_is_told_to_its_owner_only(tmp_path: Path) -> None:
+    with thread_site(tmp_path / "site") as site:
+        stranger = site.start_owner("eve", tmp_path / "eve")
+        spec = AppSpec(
+            trials=((sys.executable, "-c", UNSAVED),),
+            cwd=str(tmp_path),
+            checkpoint_root=str(tmp_path / "saved"),
+            requirements=Requirements(preempt_by="checkpoint"),
+        )
+        with open_client(site.socket) as owner, open_client(stranger) as eve:
+            app = owner.submit(spec)
+            by = time.monotonic() + PATIENCE_S
+            while not any(task["step"] > 0 for task in owner.query("apps", app)["apps"][0]["tasks"]):
+                assert time.monotonic() < by
+                time.sleep(0.05)
+            owner.act("hold", app)
+            while f"failed{SAID_INSTEAD}" not in json.dumps(eve.query("explain", app)):
+                assert time.monotonic() < by
+                time.sleep(0.05)
+            assert PRINTED in json.dumps(owner.query("explain", app))
+            for kind in QUESTIONS:
+                target = "owner" if kind in ("shares", "report") else ""
+                assert PRINTED not in json.dumps(eve.query(kind, target)), kind  # type: ignore[arg-type]
+            for name in (app, f"{app}.0", f"{app}.0-a0", "GPU-sim-n1-0", "n1"):
+                assert PRINTED not in json.dumps(eve.query("explain", name)), name

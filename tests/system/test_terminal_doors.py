@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import pwd
 import socket
 import subprocess
 import sys
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -18,9 +20,10 @@ from types import SimpleNamespace
 import pytest
 from msgspec.structs import asdict, replace
 
-from launch import terminals
+from launch import ssh_proxy, terminals
 from launch.faults import Fault
-from node_agent.workers import doors, manager, shim, terminal
+from node_agent.workers import doors, manager, shim, ssh_server, terminal
+from node_agent.workers.ssh_server import SERVER_FOLDERS, SshServer
 from node_agent.workers.terminal import FRAME_BYTES_MAX, READ_BYTES, FrameError, frame, frames, window
 from protocol import exit_codes
 from protocol.clock import boot_id
@@ -295,7 +298,35 @@ async def test_one_task_takes_neither_all_tokens_nor_all_places(tmp_path: Path) 
                 await visit(way)
                 inside, _ = await asyncio.to_thread(terminal.accept)
                 CONNECTIONS.append(inside)
-            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b""
+            assert await (await visit(place.open_to("q", TaskId(TASK), "n1"))).ends() == b"x"
+        place.close()
+
+
+async def test_connections_of_ssh_take_no_place_of_the_terminal_and_one_too_many_hears_why(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as group:
+        place = doors.Doors("127.0.0.1:0", "", tmp_path, group, lambda task: tmp_path)
+        await place.open()
+
+        async def come(first: bytes) -> Visit:
+            door = place.open_to("q", TaskId(TASK), "n1")
+            made = Visit(await asyncio.to_thread(terminals.connected, asdict(door)))
+            await made.send(first)
+            return made
+
+        with socket.socket(fileno=doors.listen(tmp_path)) as listener:
+            listener.settimeout(PATIENCE_S)
+            for first in [frame(b"s", b"{}")] * doors.SSH_OF_TASK_MAX + [window(30, 100)]:
+                await come(first)
+                inside, _ = await asyncio.to_thread(listener.accept)
+                CONNECTIONS.append(inside)
+                said = b""
+                while len(said) < len(first):
+                    said += await asyncio.to_thread(inside.recv, 64)
+                assert said == first, "the terminal gets all of it"
+            refused = await asyncio.to_thread(terminals.connected, asdict(place.open_to("q", TaskId(TASK), "n1")))
+            CONNECTIONS.append(refused)
+            with pytest.raises(Fault, match="has 6 connections of ssh, and takes no more; end one"):
+                await asyncio.to_thread(ssh_proxy._greet, refused, KEY, "ana-x1")
         place.close()
 
 
@@ -328,6 +359,34 @@ def test_ctrl_c_after_a_lost_connection_leaves_the_app_alone(
     except KeyboardInterrupt:
         pytest.fail("`run` would cancel the app")
     assert "you have left ana-1, which goes on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("parting", "sleeps", "says"),
+    [
+        (terminals.Parting("refused", why="too many are there"), False, "cannot be shown: too many are there"),
+        (terminals.Parting("lost"), True, "hangs up at once"),
+    ],
+)
+def test_a_terminal_that_lets_a_visitor_in_no_further_is_not_asked_without_pause_or_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parting: terminals.Parting, sleeps: bool, says: str
+) -> None:
+    now = [1.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    @contextmanager
+    def open_client(path: Path) -> Iterator[SimpleNamespace]:
+        yield SimpleNamespace(outlast=lambda *_: SimpleNamespace(over=False), query=lambda *_: None)
+
+    monkeypatch.setattr(terminals, "open_client", open_client)
+    monkeypatch.setattr(terminals, "connected", lambda door: socket.socket())
+    monkeypatch.setattr(terminals, "converse", lambda connection: parting)
+    monkeypatch.setattr(terminals, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    with pytest.raises(Fault, match=says):
+        terminals.stay(tmp_path, "ana-1")
+    assert (now[0] > terminals.LOST_S) is sleeps
 
 
 def test_ctrl_c_before_the_first_visit_is_for_the_command_to_judge(
@@ -428,7 +487,7 @@ def test_the_socket_of_a_terminal_has_no_number_that_its_supervisor_needs(tmp_pa
 def serving(folder: Path) -> Iterator[terminal.Terminal]:
     """A terminal whose program reads nothing."""
     log = os.open(folder / "log", os.O_WRONLY | os.O_CREAT, 0o600)
-    made = terminal.Terminal(doors.listen(folder), log)
+    made = terminal.Terminal(doors.listen(folder), log, SshServer({}, log, lambda: None))
     tty.setraw(made.slave)
     alive, wake = os.pipe()
     over = Event()
@@ -471,6 +530,127 @@ def test_a_visitor_who_asks_and_reads_nothing_is_held_back(tmp_path: Path) -> No
             person.sendall(frame(b"q") * 200_000)
         (visitor,) = made._visitors
         assert len(visitor.outbox) < 2 * terminal.WAITING_BYTES_MAX
+
+
+# --- ssh --------------------------------------------------------------------------------------------------------------
+
+KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIC9CiFKDzN4ZmGTmYWR1kZ2mnxkpjs0o+1f8b1q9rEcR of a test"
+
+
+@pytest.mark.skipif(
+    not any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS),
+    reason="sshd is not installed (apt-get install openssh-server)",
+)
+async def test_a_connection_of_ssh_gets_a_server_and_counts_as_use_of_the_terminal_while_it_lasts(
+    tmp_path: Path,
+) -> None:
+    order = shell(tmp_path, "sleep 1000")
+    folder = tmp_path / "state" / "workers" / TASK
+    async with node_site(tmp_path, **LOOPBACK) as site:
+        door = await begun(site, order)
+        connection = await asyncio.to_thread(terminals.connected, asdict(door))
+        CONNECTIONS.append(connection)
+        told, _ = await asyncio.to_thread(ssh_proxy._greet, connection, KEY, "ana-x1")
+        assert told.host_key.startswith("ssh-ed25519 ")
+        assert told.user == pwd.getpwuid(os.getuid()).pw_name
+        assert (await asyncio.to_thread(connection.recv, 8)) == b"SSH-2.0-"
+        assert await asyncio.to_thread(doors.quiet_s, folder) == 0.0
+        await asyncio.sleep(0.01)
+        assert await asyncio.to_thread(doors.quiet_s, folder) == 0.0
+        connection.close()
+        by = time.monotonic() + PATIENCE_S
+        while not await asyncio.to_thread(doors.quiet_s, folder):
+            assert time.monotonic() < by
+
+
+def test_a_node_without_sshd_and_a_request_without_a_key_get_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refusal(key: str) -> str:
+        with doors._connected(tmp_path) as connection, pytest.raises(Fault) as refused:
+            ssh_proxy._greet(connection, key, "ana-x1")
+        return refused.value.sentence
+
+    with serving(tmp_path):
+        monkeypatch.setattr(ssh_server, "SERVER_FOLDERS", (str(tmp_path),))
+        why = "this node has no sshd; an administrator installs the package openssh-server there"
+        assert refusal(KEY) == f"there is no ssh server of ana-x1: {why}"
+        monkeypatch.setattr(ssh_server, "_program", lambda *_: "/bin/false")
+        for key in ("", "rubbish", f"{KEY}\ncert-authority {KEY}", f"{KEY}\u00e9", f"{KEY}\x00"):
+            assert "names no public key" in refusal(key)
+        with doors._connected(tmp_path) as connection:  # a surrogate, which no text can hold
+            connection.sendall(frame(b"s", b'{"key": "ssh-ed25519 \\ud800"}'))
+            assert b"names no public key" in connection.recv(READ_BYTES)
+
+
+def test_a_wait_for_gpus_ends_with_its_ssh(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def outlast(*words: object) -> None:
+        asked.append(words)
+        if len(asked) == 2:
+            ours.close()
+        raise Fault("it waits", code=exit_codes.TIMED_OUT)
+
+    ours, theirs = socket.socketpair()
+    with theirs:
+        monkeypatch.setattr(ssh_proxy, "sys", SimpleNamespace(stdin=theirs, stdout=theirs))
+        with pytest.raises(Fault, match="ssh has ended; ana-x1 waits on"):
+            ssh_proxy._running(SimpleNamespace(outlast=outlast), "ana-x1")  # type: ignore[arg-type]
+    assert len(asked) == 2
+
+
+def test_start_files_change_no_variable_of_a_command(tmp_path: Path) -> None:
+    (tmp_path / ".bashrc").write_text("export DATA=of_bashrc\n")
+    entry = {"cwd": str(tmp_path), "env": {"DATA": "of_the_app", "HOME": str(tmp_path)}, "secrets": None}
+    (tmp_path / "entry").write_text(json.dumps(entry))
+    own = {"SHELL": "/bin/bash", "SSH_CLIENT": "::1 1 1", "SHLVL": "0", "SSH_ORIGINAL_COMMAND": "echo $DATA; pwd"}
+    command = [sys.executable, "-I", "-S", ssh_server.__file__, str(tmp_path / "entry")]
+    said = subprocess.run(command, env=own, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=True)
+    assert said.stdout == f"of_the_app\n{tmp_path}\n"
+
+
+@pytest.mark.parametrize(
+    "key", ["", "ssh-rsa AAAA", "ssh-ed25519 AAAA\n* ssh-ed25519 BBBB", "ssh-ed25519 AAAA @cert-authority"]
+)
+def test_what_is_no_host_key_comes_into_no_list_of_host_keys(tmp_path: Path, key: str) -> None:
+    with pytest.raises(Fault, match="has told no host key"):
+        ssh_proxy._know_host(tmp_path, "ana-x1.gpu", key)
+    assert list(tmp_path.iterdir()) == []
+    ssh_proxy._know_host(tmp_path, "Ana-X1.gpu", "ssh-ed25519 AAAA")
+    assert (tmp_path / "known_hosts").read_text() == "ana-x1.gpu ssh-ed25519 AAAA\n"
+    with pytest.raises(Fault, match=r"the files in .* cannot be used: No such file or directory"):
+        ssh_proxy._know_host(tmp_path / "none", "ana-x1.gpu", "ssh-ed25519 AAAA")
+
+
+@pytest.mark.parametrize("shell", ["/usr/sbin/nologin", "/bin/false", "/no/such/shell"])
+def test_a_user_without_a_login_shell_gets_a_sentence(monkeypatch: pytest.MonkeyPatch, shell: str) -> None:
+    account = SimpleNamespace(pw_name="gpu-train", pw_shell=shell)
+    monkeypatch.setattr(ssh_server, "pwd", SimpleNamespace(getpwuid=lambda _: account))
+    with pytest.raises(RuntimeError, match=f"gpu-train has {shell} on this node; .*usermod -s /bin/sh gpu-train"):
+        ssh_server._user()
+    account.pw_shell = ""
+    assert ssh_server._user() == "gpu-train", "no shell means that of the system"
+
+
+def test_a_failure_of_any_kind_costs_neither_the_terminal_nor_follows_the_word_for_ssh(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(tmp_path) as made:
+
+        def fail(connection: socket.socket, asked: bytes, answer: Callable[[bytes], None]) -> None:
+            if asked:
+                answer(b"told")
+            raise ValueError("odd \ud800")
+
+        monkeypatch.setattr(made._ssh, "open", fail)
+        for asked, said in ((b"", frame(b"x", b"odd ?")), (b"key", frame(b"s", b"told"))):
+            with doors._connected(tmp_path) as connection:
+                connection.settimeout(PATIENCE_S)
+                connection.sendall(frame(b"s", asked))
+                assert b"".join(iter(lambda c=connection: c.recv(64), b"")) == said
+        monkeypatch.setattr(doors, "ANSWER_S", PATIENCE_S)
+        assert doors.quiet_s(tmp_path) is not None, "it goes on"
 
 
 def test_frames_are_found_however_they_are_cut_and_none_is_too_long() -> None:

@@ -103,7 +103,8 @@ def test_a_person_leaves_a_shell_comes_back_from_another_terminal_and_the_newest
     assert app in ask(environment, "ps").stdout, "the shell goes on"
     with screen(environment, str(tmp_path), 80, 25) as other:
         window.type("clear", "Enter", f"{GA} attach {app}", "Enter")
-        window.wait(r"^there: echo is \$KEPT\nis kept\nthere:")  # what was there is shown again
+        # What was there is shown again, below the command and not above it.
+        window.wait(rf"attach {app}\n(?:.*\n)*there: echo is \$KEPT\nis kept\nthere:")
         other.type(f"{GA} attach last", "Enter")
         other.wait(r"^there:")
         window.wait(r"^another command of yours has the terminal")
