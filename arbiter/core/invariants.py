@@ -47,7 +47,8 @@ def check(state: State, index: Index) -> None:
             assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
             assert lease.expires_at > state.now, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
-            assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
+            due = node.plan_seq + (state.listens_until is not None)  # an arbiter that listens has yet to send its first
+            assert gpu.state.plan_seq <= due, f"{gpu_id} drains by a plan that was never sent"
     for app_id, gpus in index.gpus.items():
         leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]
         assert len(leased) == len(set(leased)), f"{app_id} holds two seats of one GPU: {sorted(gpus)}"

@@ -64,6 +64,9 @@ INSERT INTO journal.events (seq, now, event, sum)
 SELECT row.* FROM fence, unnest(%s::bigint[], %s::double precision[], %s::bytea[], %s::bigint[]) AS row
 """  # noqa: S608 - our words
 _SELECT_EVENTS = "SELECT seq, now, event, sum FROM journal.events WHERE seq > %s ORDER BY seq"
+_NEWEST = """
+SELECT greatest((SELECT max(seq) FROM journal.events), (SELECT max(seq) FROM journal.snapshots), 0)
+"""
 _INSERT_SNAPSHOT = """
 INSERT INTO journal.snapshots (seq, now, state, sum) VALUES (%s, %s, %s, %s)
 ON CONFLICT (seq) DO UPDATE SET now = excluded.now, state = excluded.state, sum = excluded.sum
@@ -311,7 +314,9 @@ class PostgresJournal(Generic[EventT]):
         program = self._permitted(found)[1]
         # Events first: a snapshot that is not seen yet comes before the next event, and so with the next news.
         _count, rows = self._database.one(_SELECT_EVENTS, (self._committed_seq,))
-        if rows and (self._batch or rows[0][0] != self._committed_seq + 1):
+        if rows and self.last_seq != self._committed_seq:  # what was appended has been refused, or will be
+            raise self._deposed()
+        if rows and rows[0][0] != self._committed_seq + 1:
             raise Deposed(f"{self.place}: another arbiter has led since event {self._committed_seq}")
         marks = {seq: mark for seq, mark in self._marks_after(self._snapshot_seq).items() if seq <= self._end(rows)}
         events = list(self._checked(rows, self._committed_seq))
@@ -359,10 +364,20 @@ class PostgresJournal(Generic[EventT]):
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def next_epoch(self, at_least: int) -> int:
-        """Lead: take an epoch that is at least `at_least` and newer than all before. The former leader is deposed."""
+        """Lead: take an epoch that is at least `at_least` and newer than all before. The former leader is deposed.
+
+        Raises
+        ------
+        Deposed
+            If the database lacks events that were read here, as a replica does that had not heard of them yet.
+        """
         with self._database.unit() as cursor:
             self._permitted(cursor.execute(f"{_SITE} FOR UPDATE".encode()).fetchall())
             row = cursor.execute(_NEXT_EPOCH.encode(), (at_least, self._leader, self._program)).fetchone()
+            there = cursor.execute(_NEWEST).fetchone()
+            if there is not None and there[0] < self._committed_seq:
+                lost = f"ends with event {there[0]}, and event {self._committed_seq} was read from it"
+                raise Deposed(f"{self.place} {lost}: it has lost its end; this arbiter begins anew with what is there")
         assert row is not None, "the row was there just now"
         self._epoch = int(row[0])
         return self._epoch

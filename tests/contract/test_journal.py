@@ -639,6 +639,42 @@ def test_a_follower_that_has_missed_events_has_to_begin_anew(database: DatabaseS
     assert (list(follower.news().events), follower.last_seq) == ([], 2)
 
 
+def test_a_leader_whose_commit_was_refused_does_not_follow(database: DatabaseStore) -> None:
+    """It has handled events that the journal lacks; those of the next leader come at an earlier time."""
+    first, second = database.open(leader="host-a"), database.open(leader="host-b")
+    first.next_epoch(1)
+    first.append(1.0, Came("a"))
+    first.commit()
+    second.news()
+    second.next_epoch(1)
+    second.append(2.0, Came("b"))
+    second.commit()
+    first.append(9.0, Came("late"))
+    with pytest.raises(Deposed, match="host-b leads in epoch 2"):
+        first.commit()
+    with pytest.raises(Deposed, match="host-b leads in epoch 2, and ours was 1"):
+        first.news()
+
+
+def test_a_follower_that_knows_more_than_a_database_that_has_lost_its_end_does_not_lead(
+    database: DatabaseStore,
+) -> None:
+    """Its next event would leave a gap, and no arbiter could read the journal beyond that."""
+    leader, follower = database.open(), database.open(leader="host-b")
+    leader.next_epoch(1)
+    for now in (1.0, 2.0):
+        leader.append(now, Came("a"))
+    leader.commit()
+    follower.news()
+    database.sql("DELETE FROM journal.events WHERE seq = 2")
+    with pytest.raises(Deposed, match="ends with event 1, and event 2 was read from it: it has lost its end"):
+        follower.next_epoch(1)
+    assert database.sql("SELECT epoch FROM journal.site") == [(1,)]
+    anew = database.open(leader="host-b")
+    assert anew.next_epoch(1) == 2
+    assert anew.append(3.0, Came("c")) == 2
+
+
 def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -> None:
     old = database.open(program="0.1.0")
     database.open(program="0.10.0", leader="host-b").next_epoch(1)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
-from arbiter.core.state.model import ArbiterSettings, Free, Leased
+from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected
 from protocol.messages import NodePlan
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
@@ -216,6 +216,17 @@ def test_a_restored_backup_gives_no_gpu_to_two_apps() -> None:
     assert gpu not in site.held("ana-1")
     assert "1 leases go on that it did not know, 1 are over that it knew" in notes(effects)
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_an_arbiter_that_ends_while_it_listens_and_a_gpu_drains_can_be_started_again() -> None:
+    """A start asserts that the state is in order, and no plan is said before listening has ended."""
+    site = a_site_at_work()
+    site.app("ana-1", state="finished", demand=0, run="r", site=OURS)
+    assert isinstance(site.gpu_state(gpu_id("n1", 0)), Draining)
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    site.lead()
+    assert site.arbiter.state.listens_until is not None
+    Arbiter.restored(site.arbiter.snapshot()).validate()
 
 
 @with_auction
