@@ -31,6 +31,7 @@ def check(state: State, index: Index) -> None:
     assert shown[0] == shown[1], "what a policy is shown is out of date"
     stale = [app for app in stated.looked_at(known) if stated.outlook(known, app) != stated.outlook(anew, app)]
     assert not stale, f"the outlook of {stale[0].id} is out of date"
+    listens = state.listens_until is not None  # until that is over it sends no plan, and ends no lease
     seen = set()
     for gpu_id, gpu in state.gpus.items():
         assert gpu.id == gpu_id
@@ -45,9 +46,9 @@ def check(state: State, index: Index) -> None:
         app = state.apps[lease.app]
         if isinstance(gpu.state, Leased):
             assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
-            assert lease.expires_at > state.now, f"{lease.id} has ended"
+            assert lease.expires_at > state.now or listens, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
-            due = node.plan_seq + (state.listens_until is not None)  # an arbiter that listens has yet to send its first
+            due = node.plan_seq + listens
             assert gpu.state.plan_seq <= due, f"{gpu_id} drains by a plan that was never sent"
     for app_id, gpus in index.gpus.items():
         leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]

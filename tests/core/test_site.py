@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
@@ -227,6 +229,24 @@ def test_an_arbiter_that_ends_while_it_listens_and_a_gpu_drains_can_be_started_a
     site.lead()
     assert site.arbiter.state.listens_until is not None
     Arbiter.restored(site.arbiter.snapshot()).validate()
+
+
+def test_no_lease_ends_while_an_arbiter_listens() -> None:
+    ends = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease"}}, lease_s=6.0, admission_wait_s=19.0)
+    site = a_site_at_work(ends)
+    gpu = gpu_id("n1", 0)
+    site.handle(Configured(ends, OURS, restored="a backup of yesterday"))
+    site.lead()
+    state = site.gpu_state(gpu)
+    site.now += 17.0
+    report(site, "n1", {gpu: "ana-1"})
+    assert isinstance(state, Leased)
+    assert state.lease.expires_at < site.now
+    assert site.arbiter.state.listens_until is not None
+    Arbiter.restored(site.arbiter.snapshot()).validate()
+    site.wait(5.0)
+    assert site.arbiter.state.listens_until is None
+    assert site.held("ana-1") == [gpu]
 
 
 @with_auction

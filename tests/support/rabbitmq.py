@@ -28,7 +28,6 @@ from tests.support.startable import Startable
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 CONTROL = SERVER.with_name("rabbitmqctl")
-START_TIMEOUT_S = 60.0
 #: Says the first word of AMQP to an address, where this process cannot reach it.
 _KNOCK = """
 import socket, sys
@@ -182,7 +181,7 @@ class PrivateRabbitMQ(Startable):
                 stderr=output,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"RabbitMQ did not start:\n{(self.folder / 'output').read_text()[-4000:]}")
