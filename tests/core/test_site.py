@@ -11,7 +11,7 @@ from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected
-from protocol.messages import NodePlan
+from protocol.messages import Act, NodePlan, Party
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
@@ -229,6 +229,23 @@ def test_an_arbiter_that_ends_while_it_listens_and_a_gpu_drains_can_be_started_a
     site.lead()
     assert site.arbiter.state.listens_until is not None
     Arbiter.restored(site.arbiter.snapshot()).validate()
+
+
+def test_an_app_that_the_backup_holds_leaves_what_it_is_found_on() -> None:
+    """It was released since, of which the journal does not know: the owner, who sees it held, releases it again."""
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {})
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    site.lead()
+    report(site, "n1", {gpu: "ana-1"}, plan=(1, site.arbiter.state.nodes["n1"].plan_seq))
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=OURS)
+    effects = site.wait(12.0)
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Draining)
+    assert (state.lease.app, state.reason) == ("ana-1", "ana-1 is held by ana")
+    assert [(order.task, order.want) for order in sent(effects, NodePlan)[-1].tasks] == [("ana-1.0-a0", "vacate")]
 
 
 def test_no_lease_ends_while_an_arbiter_listens() -> None:
