@@ -433,24 +433,6 @@ def what_nodes_know_of_later_epochs_is_not_heard() -> Iterator[None]:
 
 
 @mutant
-def a_node_obeys_an_arbiter_that_knows_too_little() -> Iterator[None]:
-    with patch.object(plan_news, "_knows_too_little", lambda *_: False):
-        yield
-
-
-@mutant
-def an_arbiter_speaks_before_it_has_listened() -> Iterator[None]:
-    with patch.object(site, "_listen", _nothing):
-        yield
-
-
-@mutant
-def what_runs_and_the_journal_does_not_know_is_not_adopted() -> Iterator[None]:
-    with patch.object(leases, "adopt", lambda _: (0, 0)):
-        yield
-
-
-@mutant
 def a_snapshot_leaves_out_a_counter() -> Iterator[None]:
     restored = Arbiter.restored.__func__  # type: ignore[attr-defined]
 
