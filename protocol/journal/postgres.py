@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -37,10 +38,11 @@ from protocol.journal import (
     compare,
     numbers,
 )
-from protocol.journal.database import LIMIT_S, READING_LIMIT_S, Postgres, Row, Statement
+from protocol.journal.database import IDLE_PART, LIMIT_S, READING_LIMIT_S, Postgres, Row, Statement
 
 VERSION = 1  #: of the tables below
 NOT_LEADING = -1  #: an epoch that no database has
+FREE_POLL_S = 0.05  #: between two looks whether the leader's row is free
 _log = structlog.get_logger("journal")
 
 #: Held while the tables are made, so that two arbiters that start at once do not both make them: "GAJ1".
@@ -64,6 +66,15 @@ INSERT INTO journal.events (seq, now, event, sum)
 SELECT row.* FROM fence, unnest(%s::bigint[], %s::double precision[], %s::bytea[], %s::bigint[]) AS row
 """  # noqa: S608 - our words
 _SELECT_EVENTS = "SELECT seq, now, event, sum FROM journal.events WHERE seq > %s ORDER BY seq"
+#: Ends sessions that hold the leader's row, and whose client has gone silent amid statements that it sends in a row: to
+#: the server these are no idle transactions, so that no timeout of its own ends them.
+_END_FROZEN = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid)
+WHERE locktype = 'relation' AND relation = 'journal.site'::regclass AND mode IN ('RowShareLock', 'RowExclusiveLock')
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND usename = current_user
+AND pid <> pg_backend_pid() AND wait_event = 'ClientRead' AND state_change < clock_timestamp() - %s * interval '1 s'
+"""
+_IS_FREE = "SELECT 1 FROM journal.site FOR UPDATE SKIP LOCKED"
 _NEWEST = """
 SELECT greatest((SELECT max(seq) FROM journal.events), (SELECT max(seq) FROM journal.snapshots), 0)
 """
@@ -133,7 +144,7 @@ class PostgresJournal(Generic[EventT]):
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
         self._closed = False
-        self._read_only = read_only
+        self._read_only, self._limit_s = read_only, limit_s
         self._database = Postgres(url, limit_s=limit_s, read_only=read_only)
         try:
             self._made = self._prepare()
@@ -371,6 +382,7 @@ class PostgresJournal(Generic[EventT]):
         Deposed
             If the database lacks events that were read here, as a replica does that had not heard of them yet.
         """
+        self._end_frozen()
         with self._database.unit() as cursor:
             self._permitted(cursor.execute(f"{_SITE} FOR UPDATE".encode()).fetchall())
             row = cursor.execute(_NEXT_EPOCH.encode(), (at_least, self._leader, self._program)).fetchone()
@@ -381,6 +393,14 @@ class PostgresJournal(Generic[EventT]):
         assert row is not None, "the row was there just now"
         self._epoch = int(row[0])
         return self._epoch
+
+    def _end_frozen(self) -> None:
+        """Wait for the leader's row for as long as for a statement; end sessions that hold it and stand still."""
+        until = time.monotonic() + self._limit_s
+        while not self._database.one(_IS_FREE)[1] and time.monotonic() < until:
+            if self._database.one(_END_FROZEN, (IDLE_PART * self._limit_s,))[1]:
+                _log.warning("journal.freed", meaning="a former leader that stands still held its row in the database")
+            time.sleep(FREE_POLL_S)
 
     def take_epoch(self, epoch: int) -> None:
         """Lead on in `epoch`, if it is newer than ours."""

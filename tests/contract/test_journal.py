@@ -33,6 +33,7 @@ from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TaskId, TenantId
+from tests.support.cluster import until
 from tests.support.postgres import PrivatePostgres
 
 
@@ -591,6 +592,22 @@ def test_a_leader_that_stands_still_in_the_midst_of_a_batch_keeps_nobody_from_le
     with pytest.raises(StoreAway):
         _stand_still(still, lambda: database.open(leader="host-b").next_epoch(1))
     assert database.open().leader() == ("host-b", 2)
+
+
+def test_a_leader_that_stands_still_amid_statements_that_it_sends_in_a_row_keeps_nobody_from_leading(
+    database: DatabaseStore,
+) -> None:
+    """A server awaits the rest of such a row for ever, and takes it for no idle transaction."""
+    still, follower = database.open(), database.open(leader="host-b", limit_s=1.0)
+    still.next_epoch(1)
+    connection = still._database._connection.pgconn
+    connection.enter_pipeline_mode()
+    connection.send_query_params(b"SELECT 1 FROM journal.site FOR SHARE", None)
+    connection.send_flush_request()
+    while connection.flush():
+        pass
+    until(lambda: database.sql("SELECT 1 FROM journal.site FOR UPDATE SKIP LOCKED") == [], "it holds the row")
+    assert follower.next_epoch(1) == 2
 
 
 def _stand_still(journal: PostgresJournal[Event], meanwhile: Callable[[], object]) -> None:
