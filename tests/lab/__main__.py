@@ -18,7 +18,7 @@ The lab runs, in {folder}; {leader} leads. Ctrl-C ends it. In another terminal, 
 
   export GPU_ARBITER_URL=unix://{socket}
   alias gpu-arbiter={program}
-  gpu-arbiter submit -g 2 -- sleep 600   # then ps, nodes, explain last; it is admitted after {admission_s:g} s
+  gpu-arbiter submit -g 2 -- sleep 600   # then ps, nodes, explain last; it waits for up to {admission_s:g} s first
   {shell} bash
                                          # a shell on {leader}; likewise {others}
   tail -f {folder}/{leader}.jsonl
@@ -26,15 +26,15 @@ The lab runs, in {folder}; {leader} leads. Ctrl-C ends it. In another terminal, 
 
 Cut a cable, and lay it again with `up` in place of `down`:
   {bus}
-                                         # the leader from the broker: the other arbiter leads within 15 s
+                                         # the leader from the broker: the other arbiter leads after 10 to 15 s
   {store}
                                          # the leader from the database, likewise
   {node}
                                          # a node from the site; it counts as lost after {lost_s:g} s
 
-End the leader, of which the other arbiter takes over, and start it again:
+End the leader: the other arbiter leads at once. Start it again in a terminal of its own, and end it there:
   kill -9 {pid}
-  {again} &
+  {again}
 """
 
 
