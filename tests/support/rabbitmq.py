@@ -277,6 +277,7 @@ class PrivateRabbitMQ(Startable):
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/plugins",
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_CRASH_DUMP": "/dev/null",
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-noinput -kernel inet_dist_use_interface {127,0,0,1}",
             "RABBITMQ_ALLOW_INPUT": "1",  # makes the script exec, so that signals hit the broker itself
