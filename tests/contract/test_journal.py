@@ -28,7 +28,7 @@ from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
-from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest, numbers
+from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
@@ -684,12 +684,46 @@ def test_a_follower_that_knows_more_than_a_database_that_has_lost_its_end_does_n
     leader.commit()
     follower.news()
     database.sql("DELETE FROM journal.events WHERE seq = 2")
-    with pytest.raises(Deposed, match="ends with event 1, and event 2 was read from it: it has lost its end"):
+    with pytest.raises(LostEnd, match="has lost its end: event 2 was read from it, and is gone"):
         follower.next_epoch(1)
     assert database.sql("SELECT epoch FROM journal.site") == [(1,)]
     anew = database.open(leader="host-b")
     assert anew.next_epoch(1) == 2
     assert anew.append(3.0, Came("c")) == 2
+
+
+def test_a_follower_of_events_that_others_have_taken_the_place_of_does_not_lead(database: DatabaseStore) -> None:
+    """Its state tells of an event that is in no journal, though the journal is as long."""
+    leader, read, written = (database.open(leader=f"host-{name}") for name in "abc")
+    leader.next_epoch(1)
+    for now in (1.0, 2.0):
+        leader.append(now, Came("a"))
+    leader.commit()
+    read.news()
+    started = database.open(leader="host-d")
+    list(started.load().events)
+    database.sql("DELETE FROM journal.events WHERE seq = 2")
+    assert [event for _seq, _now, event in written.news().events] == [Came("a")]
+    written.next_epoch(1)
+    written.append(3.0, Came("b"))
+    written.commit()
+    for follower in (read, started, leader):
+        with pytest.raises(LostEnd, match="event 2 was read from it, and is another one now"):
+            follower.next_epoch(1)
+        with pytest.raises(LostEnd, match="event 2 was read from it, and is another one now"):
+            follower.news()
+    assert written.next_epoch(1) == 3
+
+
+def test_a_follower_whose_last_event_was_pruned_leads(database: DatabaseStore) -> None:
+    leader, follower = database.open(snapshots_kept=1), database.open(leader="host-b")
+    leader.next_epoch(1)
+    leader.append(1.0, Came("a"))
+    leader.commit()
+    follower.news()
+    leader.snapshot(b"state")
+    assert database.sql("SELECT 1 FROM journal.events") == []
+    assert (follower.news().events, follower.next_epoch(1)) == ([], 2)
 
 
 def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -> None:
