@@ -48,7 +48,7 @@ def check(state: State, index: Index) -> None:
             assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
             assert lease.expires_at > state.now or listens, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
-            due = node.plan_seq + listens
+            due = node.plan_seq + listens  # also by one that listened before it, and ended
             assert gpu.state.plan_seq <= due, f"{gpu_id} drains by a plan that was never sent"
     for app_id, gpus in index.gpus.items():
         leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]

@@ -266,6 +266,20 @@ def test_no_lease_ends_while_an_arbiter_listens() -> None:
     assert site.held("ana-1") == [gpu]
 
 
+def test_no_lease_ends_as_an_arbiter_that_adopts_its_own_site_has_listened() -> None:
+    """Its journal was the site's all along, so that it is not behind; yet it could renew no lease meanwhile."""
+    ends = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease"}}, lease_s=6.0, admission_wait_s=19.0)
+    site = a_site_at_work(ends)
+    site.handle(Configured(ends, OURS, adopt=True))
+    site.lead()
+    site.now += 17.0
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    assert (site.arbiter.state.behind, site.arbiter.state.listens_until is None) == (False, False)
+    site.wait(5.0)
+    assert site.arbiter.state.listens_until is None
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
+
+
 @with_auction
 def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it() -> None:
     site = a_site_at_work(AUCTION)
