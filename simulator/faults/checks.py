@@ -21,7 +21,7 @@ an app only by the proof of its node agent: a report on a plan without the lease
 agent starts processes only by the newest plan it has seen. A lease that has *ended* still covers the process while it
 is leaving, and as long as its node is silent: no other app can have the GPU. The promise holds while the arbiter is
 down, too, for the state in its journal. A journal that has lost its end knows nothing of some leases: a task that was
-ordered before is judged again from when the arbiter has leased its GPUs to its app anew. In the end none is left out.
+ordered before on GPUs that were not its app's then is judged again from when they are. After a bound none is left out.
 
 *One attempt.* Two attempts of one job have processes only if the older one's node had been given up for lost while its
 process lived. No participant can end that process; its later checkpoints are outranked by those of its successor. And
@@ -64,6 +64,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from app_agent.core.model import Done
 from arbiter.core.effects import AppRecord, Decide, EpochTaken, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
@@ -119,16 +120,19 @@ class Checks:
     """Judges one world; it is the world's `check`.
 
     `orphaned` are tasks whose node had been given up for lost while their process lived, or could still be started.
-    `forgotten` are those that the arbiter may not know, as its journal has lost its end.
+    `forgotten` are those that the arbiter may not know, as its journal has lost its end; from `known_by` on, in
+    seconds, it has to know all.
     """
 
     def __init__(self) -> None:
         self.instants = 0
         self.orphaned: set[TaskId] = set()
         self.forgotten: set[TaskId] = set()
+        self.known_by = inf
         self._lost = 0  #: events that the arbiter's journal has lost after their effects were performed
+        self._overtakes_left = 0  #: for each loss, each node that has heard of an epoch may know a newer one once
         self._named: set[TaskId] = set()
-        self._ordered: dict[str, set[TaskId]] = defaultdict(set)  #: by node, every task ever ordered there
+        self._ordered: dict[str, dict[TaskId, TaskOrder]] = defaultdict(dict)  #: by node, all that was ever ordered
         self._fences: dict[str, tuple[int, int]] = {}
         self._saved_s: dict[JobId, float] = {}
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
@@ -159,7 +163,9 @@ class Checks:
     # --- processes --------------------------------------------------------------------------------------------------
 
     def _judge_processes(self, world: World) -> None:
-        states, listens = world.arbiter.core.state.gpus, world.arbiter.core.state.listens_until is not None
+        states = world.arbiter.core.state.gpus
+        if world.now >= self.known_by:
+            self.forgotten.clear()
         attempts: dict[JobId, int] = {}
         running: defaultdict[AppId, set[JobId]] = defaultdict(set)
         used: defaultdict[tuple[AppId, JobId, int], list[Gpu]] = defaultdict(list)
@@ -172,7 +178,7 @@ class Checks:
             if worker.task not in self.orphaned:
                 running[worker.spec.app].add(job)
             if worker.task in self.forgotten:
-                if listens or not all(_leased_to(world, gpu, worker.spec.app) for gpu in worker.gpus):
+                if not all(_is_held_for(states.get(gpu), worker.spec.app) for gpu in worker.gpus):
                     continue
                 self.forgotten.discard(worker.task)
             for gpu in worker.gpus:
@@ -336,8 +342,10 @@ class Checks:
             if isinstance(known.state, Lost):
                 workers = world.nodes[name].workers
                 self.orphaned.update(worker.task for worker in workers.values() if worker.phase != "gone")
-                self.orphaned |= self._ordered[name]  # its agent may still obey a plan that is on its way
+                self.orphaned |= self._ordered[name].keys()  # its agent may still obey a plan that is on its way
         for name, node in world.nodes.items():
+            if node.complaints and not self._lost:
+                raise Violation(f"{name} {node.complaints[0]}, and it has lost nothing that was committed", name)
             before = self._fences.get(name)
             if before is not node.fence:
                 if before is not None and node.fence < before:
@@ -416,13 +424,17 @@ class Checks:
                     f"{count} GPUs of {node} are booked in time slot {slot}, and it has {there[NodeId(node)]}"
                 )
 
-    def forget(self, told: Iterable[Sequence[object]], lost: int) -> None:
+    def forget(self, left: State, told: Iterable[Sequence[object]], lost: int) -> None:
         """Take note that the arbiter's journal has lost its end, with so many events that had been committed.
 
-        The ledger was `told` only the effects of what is left.
+        `left` is the state that it tells of now. The ledger was `told` only the effects of that. Orders that are on
+        their way may be obeyed yet.
         """
         self._lost += lost
-        self.forgotten.update(*self._ordered.values())
+        self._overtakes_left += len(self._fences) if lost else 0
+        for order in (order for orders in self._ordered.values() for order in orders.values() if lost):
+            if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
+                self.forgotten.add(order.task)
         self._drained.clear()
         for part in (self._records, self._accounts, self._stretches):
             part.clear()
@@ -439,12 +451,14 @@ class Checks:
                         raise Violation(f"round {effect.round} uses a bid of {bid.app} for round {bid.round}", bid.app)
             elif type(effect) is Send and type(effect.message) is NodePlan:
                 for order in effect.message.tasks:
-                    self._ordered[effect.to.id].add(order.task)
+                    self._ordered[effect.to.id][order.task] = order
                     if order.want == "run" and order.task not in self._named:
                         self._named.add(order.task)
                         self._judge_naming(world, order)
-            elif type(effect) is EpochTaken and not self._lost:
-                raise Violation("nodes know more than the journal, which has lost nothing that was committed")
+            elif type(effect) is EpochTaken:
+                self._overtakes_left -= 1
+                if self._overtakes_left < 0:
+                    raise Violation("nodes know more than the journal, of more than what it has lost after its commit")
             else:
                 self._enter(effect)
 
@@ -465,8 +479,10 @@ class Checks:
         nodes = world.arbiter.core.state.nodes
         for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
-            node = nodes.get(worker.node.id)  # None: it enrolled in the part of the journal that was lost
-            if older and node is not None and not isinstance(node.state, Lost):
+            node = nodes.get(worker.node.id)
+            if node is None and worker.task in self.forgotten:  # it enrolled in the part of the journal that was lost
+                continue
+            if older and (node is None or not isinstance(node.state, Lost)):
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
     # --- the participants' own state ----------------------------------------------------------------------------------
@@ -574,6 +590,10 @@ def _agree(whose: str, one: Mapping[str, float], other: Mapping[str, float], *ob
 
 def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
+
+
+def _is_held_for(gpu: Gpu | None, app: AppId) -> bool:
+    return gpu is not None and not isinstance(gpu.state, Free) and gpu.state.lease.app == app
 
 
 def _leased_to(world: World, gpu: GpuId, app: AppId) -> bool:

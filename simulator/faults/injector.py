@@ -23,6 +23,7 @@ from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
+from arbiter.core.state.model import State
 from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
 from protocol.messages import (
@@ -227,8 +228,8 @@ class FaultInjector:
         self._doomed: dict[Party, float] = {}  #: ends at its next event, for so many seconds
         self._loss: Fault | None = None  #: of the end of the arbiter's journal, at its next start
         self._uncommitted = 0  #: events that stand in the arbiter's journal, of which nothing was performed
-        #: Told the effects of what is left, and how many events are lost whose effects were performed.
-        self.on_loss: Callable[[Iterator[Effects], int], None] = lambda *_: None
+        #: Told the state and the effects of what is left, and how many events are lost whose effects were performed.
+        self.on_loss: Callable[[State, Iterator[Effects], int], None] = lambda *_: None
         self._cuts: list[Fault] = []
         world.watcher = self._watch
         world.on_undelivered = self._keep
@@ -359,8 +360,8 @@ class FaultInjector:
         """Return the arbiter as its journal tells that has lost its end; a standby begins anew with that, too."""
         record = self.records[ARBITER]
         lost = record.lose(loss.lost_s, self._uncommitted)
-        self.on_loss(record.effects(Arbiter.restored), lost)
         core: Arbiter = record.restore(Arbiter.restored)
+        self.on_loss(core.state, record.effects(Arbiter.restored), lost)
         if loss.epochs_lost:
             self.world.epoch = core.state.epoch
         if self.standby is not None:

@@ -166,6 +166,7 @@ class _Run:
         told = [] if tell is None else [_Teller(self.world, tell)]
         self.injector = FaultInjector(self.world, options, self.network, told=[*told, self._judge])
         self.injector.on_loss = self.checks.forget
+        self.checks.known_by = options.calm_at + RECOVERY_S
         self.waiting: dict[str, str] = {}
         self.calm = (0, 0)  #: messages and rounds at the end of the faults
 
@@ -219,7 +220,6 @@ class _Run:
         self.calm = (world.messages, self.rounds)
         world.run(until=options.calm_at + self._bounds().seconds, done=self._done)
         self._judge_liveness()
-        self.checks.forgotten.clear()
         self.checks.judge_whole(world)
         if self.injector.standby is not None:
             self.injector.standby.agree(world.arbiter.core)

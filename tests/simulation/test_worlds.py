@@ -21,6 +21,7 @@ from typer.testing import CliRunner
 
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.arbiter import Event as ArbiterEvent
+from arbiter.core.effects import EpochTaken
 from arbiter.core.state.model import ArbiterSettings, Free
 from launch.cli import app as command_line
 from protocol.core import Tick
@@ -287,6 +288,50 @@ def test_each_check_sees_what_it_is_there_for(running: World, harm: Callable[[Wo
     harm(running)
     with pytest.raises(Violation, match=said):
         checks.judge_whole(running)
+
+
+def _free(world: World) -> None:
+    for gpu in world.arbiter.core.state.gpus.values():
+        world.arbiter.core.state.gpus[gpu.id] = replace(gpu, state=Free(0.0))
+
+
+def test_a_task_is_left_out_only_if_the_journal_lost_events_after_their_commit_and_its_gpus(running: World) -> None:
+    checks, state = judged(running), running.arbiter.core.state
+    running.run(until=running.now + 10.0)  # plans are said again and again
+    (worker,) = (worker for node in running.nodes.values() for worker in node.workers.values())
+    checks.forget(state, [], 3)
+    assert not checks.forgotten, "its app has them"
+    _free(running)
+    checks.forget(state, [], 0)
+    assert not checks.forgotten, "nothing was lost"
+    checks.forget(state, [], 3)
+    assert checks.forgotten == {worker.task}
+    checks(running)
+    checks.known_by = running.now
+    with pytest.raises(Violation, match="which to the arbiter is free"):
+        checks(running)
+
+
+def test_nodes_know_more_than_the_journal_no_more_often_than_it_lost_its_end(running: World) -> None:
+    effects = [EpochTaken(2, "s")]
+    checks = judged(running)
+    with pytest.raises(Violation, match="nodes know more than the journal"):
+        checks.judge_effects(running, effects)
+    checks = judged(running)
+    checks.forget(running.arbiter.core.state, [], 1)
+    for _ in running.nodes:
+        checks.judge_effects(running, effects)
+    with pytest.raises(Violation, match="nodes know more than the journal"):
+        checks.judge_effects(running, effects)
+
+
+def test_a_node_complains_of_a_lost_journal_only_if_one_was_lost(running: World) -> None:
+    checks = judged(running)
+    next(iter(running.nodes.values())).complaints.append("does not obey: its journal has lost some")
+    with pytest.raises(Violation, match="and it has lost nothing that was committed"):
+        checks(running)
+    checks.forget(running.arbiter.core.state, [], 1)
+    checks(running)
 
 
 # --- the command ----------------------------------------------------------------------------------------------------
