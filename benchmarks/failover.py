@@ -52,6 +52,12 @@ def quantile(values: Sequence[float], part: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * part) - 1)]
 
 
+def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return two of them by their names; none without values."""
+    parts = {50: 0.5, 95: 0.95} if values else {}
+    return {f"{name}_p{number}_s": quantile(values, part) for number, part in parts.items()}
+
+
 def run(pair: Pair, kills: int, stops: int) -> tuple[list[Failover], list[Failover], Audit]:
     """Kill the leader so many times, stop it so many times, then look for damage."""
     killed = [told(f"kill {number + 1}", pair.fail_over()) for number in range(kills)]
@@ -67,18 +73,14 @@ def told(what: str, took: Failover) -> Failover:
 
 def document(samples: Sequence[Failover], stopped: Sequence[Failover], audit: Audit) -> dict[str, Any]:
     """Return the figures."""
-    decided, led = [each.decided_s for each in samples], [each.led_s for each in samples]
     return {
         "schema": "bench-failover/v1",
         "kills": len(samples),
-        "first_decision_p50_s": quantile(decided, 0.5),
-        "first_decision_p95_s": quantile(decided, 0.95),
-        "led_p50_s": quantile(led, 0.5),
-        "led_p95_s": quantile(led, 0.95),
+        **quantiles("first_decision", [each.decided_s for each in samples]),
+        **quantiles("led", [each.led_s for each in samples]),
         "goal_s": GOAL_S,
         "stops": len(stopped),
-        "stop_first_decision_p50_s": quantile([each.decided_s for each in stopped], 0.5),
-        "stop_first_decision_p95_s": quantile([each.decided_s for each in stopped], 0.95),
+        **quantiles("stop_first_decision", [each.decided_s for each in stopped]),
         "stop_goal_s": STOP_GOAL_S,
         "load": os.getloadavg()[0],
         **msgspec.to_builtins(audit),
@@ -88,16 +90,22 @@ def document(samples: Sequence[Failover], stopped: Sequence[Failover], audit: Au
     }
 
 
+def row(found: dict[str, Any], name: str, words: str, goal_s: float | None = None) -> list[str]:
+    """Return a line of quantiles, or none where nothing was measured."""
+    if f"{name}_p50_s" not in found:
+        return []
+    goal = "" if goal_s is None else f" (goal: p95 of at most {goal_s:g} s)"
+    return [f"{words} p50 {found[f'{name}_p50_s']:.2f} s, p95 {found[f'{name}_p95_s']:.2f} s{goal}"]
+
+
 def in_words(found: dict[str, Any]) -> str:
     """Return the figures as lines."""
     damage = ("tasks_signalled", "mini_batches_lost", "mini_batches_repeated", "gpus_shared", "rows_of_deposed")
     lines = [
         f"{found['kills']} kills of the leader, and {found['stops']} stops, load {found['load']:.1f}",
-        f"from the kill to the first decision: p50 {found['first_decision_p50_s']:.2f} s, "
-        f"p95 {found['first_decision_p95_s']:.2f} s (goal: p95 of at most {found['goal_s']:g} s)",
-        f"from the kill to the next leader:    p50 {found['led_p50_s']:.2f} s, p95 {found['led_p95_s']:.2f} s",
-        f"from the stop to the first decision: p50 {found['stop_first_decision_p50_s']:.2f} s, "
-        f"p95 {found['stop_first_decision_p95_s']:.2f} s (goal: p95 of at most {found['stop_goal_s']:g} s)",
+        *row(found, "first_decision", "from the kill to the first decision:", found["goal_s"]),
+        *row(found, "led", "from the kill to the next leader:   "),
+        *row(found, "stop_first_decision", "from the stop to the first decision:", found["stop_goal_s"]),
         *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, "ledger_gaps")),
         f"of {found['mini_batches']} mini-batches, {found['hand_overs']} hand-overs of GPUs, {found['events']} events",
         *OTHERS,
@@ -107,8 +115,8 @@ def in_words(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=0, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
-    parser.add_argument("--stops", type=int, default=0, help=f"of the leader ({STOPS}; with --quick {QUICK_STOPS})")
+    parser.add_argument("--kills", type=int, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
+    parser.add_argument("--stops", type=int, help=f"of the leader ({STOPS}; with --quick {QUICK_STOPS})")
     parser.add_argument("--quick", action="store_true", help="a few kills and a stop only")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
@@ -122,7 +130,9 @@ def main() -> int:
         running_pair(Path(folder), broker, "/", server) as pair,
     ):
         kills, stops = (QUICK_KILLS, QUICK_STOPS) if given.quick else (KILLS, STOPS)
-        found = document(*run(pair, given.kills or kills, given.stops or stops))
+        kills = kills if given.kills is None else given.kills
+        stops = stops if given.stops is None else given.stops
+        found = document(*run(pair, kills, stops))
     print(json.dumps(found, indent=1) if given.json else in_words(found))
     return 0 if found["whole"] else 1
 
