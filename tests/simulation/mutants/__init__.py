@@ -155,21 +155,6 @@ def a_report_of_an_older_epoch_proves_a_release() -> Iterator[None]:
 
 
 @mutant
-def a_gpu_that_drains_in_a_journal_that_lost_its_end_counts_as_empty() -> Iterator[None]:
-    adopt = leases.adopt
-
-    def eager(turn: Any) -> Any:
-        found = adopt(turn)
-        for gpu in list(turn.state.gpus.values()):
-            if isinstance(gpu.state, model.Draining) and gpu.state.since < turn.state.started_at:
-                leases.release(turn, gpu)
-        return found
-
-    with patch.object(leases, "adopt", eager):
-        yield
-
-
-@mutant
 def leases_never_end() -> Iterator[None]:
     with patch.object(leases, "expire", _nothing):
         yield

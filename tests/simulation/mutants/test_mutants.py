@@ -32,7 +32,6 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "a_standby_is_one_event_behind": ("fifo", 21),
     "a_standby_takes_an_event_in_twice": ("fifo", 21),
     "a_turn_goes_to_the_same_task_again": ("themis", 7),
-    "a_gpu_that_drains_in_a_journal_that_lost_its_end_counts_as_empty": ("themis", 346),
     "an_app_says_its_wish_only_once": ("themis", 0),
     "an_array_goes_beyond_its_bound": ("fifo", 11),
     "an_attempt_keeps_its_number": ("themis", 42),
