@@ -46,7 +46,7 @@ from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
-from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest
+from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import ARBITER, AnyMessage, AppId, AppReport, LogChunk, NodeReport, Party, Query, TerminalDoor
@@ -111,7 +111,7 @@ async def run_arbiter(
             if str(error) != standing_by:
                 _log.warning("arbiter.stands_by", why=str(error), meaning=_STANDING_BY)
             standing_by = str(error)
-            if not isinstance(error, Deposed):  # another arbiter leads then
+            if isinstance(error, LostEnd) or not isinstance(error, Deposed):  # else another arbiter leads
                 await outages.tell(str(error))
         except JournalError as error:
             await outages.tell(f"the arbiter has ended: {error}")

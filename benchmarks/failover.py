@@ -1,14 +1,15 @@
-"""How long no arbiter decides after the leader was killed: ``python benchmarks/failover.py [--quick] [--kills N]``.
+"""How long no arbiter decides once the leader is killed, or stands still: ``python benchmarks/failover.py [--quick]``.
 
 Real processes: a private RabbitMQ, a private PostgreSQL that flushes each commit to the disk, two arbiters that share
 it, two node agents with three simulated GPUs each, and an app agent. Three gangs of two GPUs share four of the GPUs, so
 that these change hands at the end of each lease. The leader is killed with SIGKILL, in turn one arbiter and the other,
-and started again as the standby. At the moment of each kill a user submits an app for which a GPU is free.
+and started again as the standby. At the moment of each kill a user submits an app for which a GPU is free. Then it is
+stopped a few times (SIGSTOP): the broker drops it once its heartbeat is overdue. It goes on when the next has decided.
 
-Told is the time from the kill until the next leader has taken over, and until it has closed its first round. In the end
-it is looked for damage: tasks that were signalled or ended without a last word, mini-batches that were lost or made
-again, GPUs on which two trained, events that were written by an arbiter that did not lead (triggers in the database
-write down who inserts), and records that the ledger lacks.
+Told is the time from the kill, or the stop, until the next leader has taken over, and until it has closed its first
+round. In the end it is looked for damage: tasks that were signalled or ended without a last word, mini-batches that
+were lost or made again, GPUs on which two trained, events that were written by an arbiter that did not lead (triggers
+in the database write down who inserts), and records that the ledger lacks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,10 @@ from tests.support.cluster import PARTIES  # noqa: E402
 from tests.support.failover import Audit, Failover, Pair, running_pair  # noqa: E402
 
 KILLS, QUICK_KILLS = 20, 3
+STOPS, QUICK_STOPS = 5, 1
 GOAL_S = 3.0
+#: Of a leader that stands still, whose heartbeat is 5 s: the broker drops it after two to three of these.
+STOP_GOAL_S = 15.0
 #: What others say of themselves; nothing of it was measured here.
 OTHERS = (
     "Slurm: a backup controller waits SlurmctldTimeout for the primary one before it takes over, by default 120 s "
@@ -48,42 +52,60 @@ def quantile(values: Sequence[float], part: float) -> float:
     return sorted(values)[max(0, math.ceil(len(values) * part) - 1)]
 
 
-def run(pair: Pair, kills: int) -> tuple[list[Failover], Audit]:
-    """Kill the leader so many times, then look for damage."""
-    samples = []
-    for number in range(kills):
-        samples.append(pair.fail_over())
-        led, decided = samples[-1].led_s, samples[-1].decided_s
-        print(f"kill {number + 1}: led after {led:.2f} s, decided after {decided:.2f} s", file=sys.stderr, flush=True)
-    return samples, pair.audit()
+def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
+    """Return two of them by their names; none without values."""
+    parts = {50: 0.5, 95: 0.95} if values else {}
+    return {f"{name}_p{number}_s": quantile(values, part) for number, part in parts.items()}
 
 
-def document(samples: Sequence[Failover], audit: Audit) -> dict[str, Any]:
+def run(pair: Pair, kills: int, stops: int) -> tuple[list[Failover], list[Failover], Audit]:
+    """Kill the leader so many times, stop it so many times, then look for damage."""
+    killed = [told(f"kill {number + 1}", pair.fail_over()) for number in range(kills)]
+    stopped = [told(f"stop {number + 1}", pair.stand_still()) for number in range(stops)]
+    return killed, stopped, pair.audit()
+
+
+def told(what: str, took: Failover) -> Failover:
+    """Say how long it took."""
+    print(f"{what}: led after {took.led_s:.2f} s, decided after {took.decided_s:.2f} s", file=sys.stderr, flush=True)
+    return took
+
+
+def document(samples: Sequence[Failover], stopped: Sequence[Failover], audit: Audit) -> dict[str, Any]:
     """Return the figures."""
-    decided, led = [each.decided_s for each in samples], [each.led_s for each in samples]
     return {
         "schema": "bench-failover/v1",
         "kills": len(samples),
-        "first_decision_p50_s": quantile(decided, 0.5),
-        "first_decision_p95_s": quantile(decided, 0.95),
-        "led_p50_s": quantile(led, 0.5),
-        "led_p95_s": quantile(led, 0.95),
+        **quantiles("first_decision", [each.decided_s for each in samples]),
+        **quantiles("led", [each.led_s for each in samples]),
         "goal_s": GOAL_S,
+        "stops": len(stopped),
+        **quantiles("stop_first_decision", [each.decided_s for each in stopped]),
+        "stop_goal_s": STOP_GOAL_S,
         "load": os.getloadavg()[0],
         **msgspec.to_builtins(audit),
         "whole": audit.whole,
         "samples": msgspec.to_builtins(samples),
+        "stop_samples": msgspec.to_builtins(stopped),
     }
+
+
+def row(found: dict[str, Any], name: str, words: str, goal_s: float | None = None) -> list[str]:
+    """Return a line of quantiles, or none where nothing was measured."""
+    if f"{name}_p50_s" not in found:
+        return []
+    goal = "" if goal_s is None else f" (goal: p95 of at most {goal_s:g} s)"
+    return [f"{words} p50 {found[f'{name}_p50_s']:.2f} s, p95 {found[f'{name}_p95_s']:.2f} s{goal}"]
 
 
 def in_words(found: dict[str, Any]) -> str:
     """Return the figures as lines."""
     damage = ("tasks_signalled", "mini_batches_lost", "mini_batches_repeated", "gpus_shared", "rows_of_deposed")
     lines = [
-        f"{found['kills']} kills of the leader, load {found['load']:.1f}",
-        f"from the kill to the first decision: p50 {found['first_decision_p50_s']:.2f} s, "
-        f"p95 {found['first_decision_p95_s']:.2f} s (goal: p95 of at most {found['goal_s']:g} s)",
-        f"from the kill to the next leader:    p50 {found['led_p50_s']:.2f} s, p95 {found['led_p95_s']:.2f} s",
+        f"{found['kills']} kills of the leader, and {found['stops']} stops, load {found['load']:.1f}",
+        *row(found, "first_decision", "from the kill to the first decision:", found["goal_s"]),
+        *row(found, "led", "from the kill to the next leader:   "),
+        *row(found, "stop_first_decision", "from the stop to the first decision:", found["stop_goal_s"]),
         *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, "ledger_gaps")),
         f"of {found['mini_batches']} mini-batches, {found['hand_overs']} hand-overs of GPUs, {found['events']} events",
         *OTHERS,
@@ -93,8 +115,9 @@ def in_words(found: dict[str, Any]) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--kills", type=int, default=0, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
-    parser.add_argument("--quick", action="store_true", help="a few kills only")
+    parser.add_argument("--kills", type=int, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
+    parser.add_argument("--stops", type=int, help=f"of the leader ({STOPS}; with --quick {QUICK_STOPS})")
+    parser.add_argument("--quick", action="store_true", help="a few kills and a stop only")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
     if missing := postgres.missing() or ("" if rabbitmq.available() else "RabbitMQ is not installed"):
@@ -106,7 +129,10 @@ def main() -> int:
         postgres.PrivatePostgres(fsync=True) as server,
         running_pair(Path(folder), broker, "/", server) as pair,
     ):
-        found = document(*run(pair, given.kills or (QUICK_KILLS if given.quick else KILLS)))
+        kills, stops = (QUICK_KILLS, QUICK_STOPS) if given.quick else (KILLS, STOPS)
+        kills = kills if given.kills is None else given.kills
+        stops = stops if given.stops is None else given.stops
+        found = document(*run(pair, kills, stops))
     print(json.dumps(found, indent=1) if given.json else in_words(found))
     return 0 if found["whole"] else 1
 

@@ -30,6 +30,7 @@ from arbiter.core.effects import (
     ActRecord,
     AppRecord,
     Decide,
+    EpochTaken,
     EventRecord,
     LeaseRecord,
     LossRecord,
@@ -195,6 +196,7 @@ class World:
         traits: Mapping[NodeId, NodeTraits] | None = None,
         talks: bool = False,
         check: Callable[[World], None] | None = None,
+        site: str = "",
     ) -> None:
         self.now = 0.0
         self.costs = costs
@@ -229,7 +231,7 @@ class World:
         self.gpus: dict[GpuId, Gpu] = {}
         for node in cluster.nodes:
             self._add_node(node, (traits or {}).get(node.id, PLAIN), talks=talks)
-        self._tell(self.arbiter, Configured(settings))
+        self._tell(self.arbiter, Configured(settings, site))
         self.lead()
 
     # --- participants -----------------------------------------------------------------------------------------------
@@ -495,6 +497,8 @@ class World:
             case AppRecord():
                 if self.on_account is not None:
                     self.on_account(effect)
+            case EpochTaken():
+                self.epoch = effect.epoch
             case ActRecord() | EventRecord() | StretchRecord() | LossRecord():
                 pass  # for the ledger, which a world has not
             case Note():

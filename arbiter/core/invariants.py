@@ -31,6 +31,7 @@ def check(state: State, index: Index) -> None:
     assert shown[0] == shown[1], "what a policy is shown is out of date"
     stale = [app for app in stated.looked_at(known) if stated.outlook(known, app) != stated.outlook(anew, app)]
     assert not stale, f"the outlook of {stale[0].id} is out of date"
+    listens = state.listens_until is not None  # until that is over it sends no plan, and ends no lease
     seen = set()
     for gpu_id, gpu in state.gpus.items():
         assert gpu.id == gpu_id
@@ -45,9 +46,10 @@ def check(state: State, index: Index) -> None:
         app = state.apps[lease.app]
         if isinstance(gpu.state, Leased):
             assert app.active, f"{app.id} holds {gpu_id} though it is {type(app.state).__name__}"
-            assert lease.expires_at > state.now, f"{lease.id} has ended"
+            assert lease.expires_at > state.now or listens, f"{lease.id} has ended"
         elif isinstance(gpu.state, Draining):
-            assert gpu.state.plan_seq <= node.plan_seq, f"{gpu_id} drains by a plan that was never sent"
+            due = node.plan_seq + listens  # also by one that listened before it, and ended
+            assert gpu.state.plan_seq <= due, f"{gpu_id} drains by a plan that was never sent"
     for app_id, gpus in index.gpus.items():
         leased = [device_of(gpu) for gpu in gpus if isinstance(state.gpus[gpu].state, Leased)]
         assert len(leased) == len(set(leased)), f"{app_id} holds two seats of one GPU: {sorted(gpus)}"

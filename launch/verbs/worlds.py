@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -39,6 +40,9 @@ def worlds(
     standby: Annotated[
         bool, typer.Option("--standby", help="only worlds in which a second arbiter takes over, from that seed on")
     ] = False,
+    stale: Annotated[
+        bool, typer.Option("--stale", help="only worlds in which the arbiter's journal loses its end; likewise")
+    ] = False,
     trace: Annotated[bool, typer.Option("--trace", help="print every event, too")] = False,
     json: Annotated[bool, typer.Option("--json", help="print one JSON document")] = False,
 ) -> None:
@@ -51,14 +55,16 @@ def worlds(
     with answering(as_json=as_json):
         from arbiter.core.registry import POLICIES
         from simulator.faults.runs import cores, report, run_world, run_worlds, summary
-        from simulator.faults.scenario import has_standby
+        from simulator.faults.scenario import has_stale_journal, has_standby
 
         if policy and policy not in POLICIES:
             known = ", ".join(sorted(POLICIES))
             raise Fault(
                 f"there is no policy {policy}", code=exit_codes.USAGE, next_step=f"--policy with one of {known}"
             )
-        drawn = filter(has_standby, itertools.count(seed)) if standby else itertools.count(seed)
+        drawn: Iterator[int] = itertools.count(seed)
+        for wished, has in ((standby, has_standby), (stale, has_stale_journal)):
+            drawn = filter(has, drawn) if wished else drawn
         seeds = list(itertools.islice(drawn, count))
         progress = _Progress(count)
         verdicts: list[WorldVerdict] = []

@@ -49,6 +49,10 @@ class Deposed(JournalError):  # noqa: N818 - a state, named as in the promises
     """Another arbiter leads: this one may write nothing, and so may perform nothing."""
 
 
+class LostEnd(Deposed):
+    """The store has lost events that were read from it: what was read may be no part of what leads now."""
+
+
 class NewerStore(JournalError):  # noqa: N818 - a state, as the others
     """A newer version of gpu-arbiter has written there; this one must not read on."""
 

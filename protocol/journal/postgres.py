@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from math import inf
@@ -30,6 +31,7 @@ from protocol.journal import (
     EventT,
     JournalError,
     Loaded,
+    LostEnd,
     NewerStore,
     News,
     checked,
@@ -37,10 +39,11 @@ from protocol.journal import (
     compare,
     numbers,
 )
-from protocol.journal.database import LIMIT_S, READING_LIMIT_S, Postgres, Row, Statement
+from protocol.journal.database import IDLE_PART, LIMIT_S, READING_LIMIT_S, Postgres, Row, Statement
 
 VERSION = 1  #: of the tables below
 NOT_LEADING = -1  #: an epoch that no database has
+FREE_POLL_S = 0.05  #: between two looks whether the leader's row is free
 _log = structlog.get_logger("journal")
 
 #: Held while the tables are made, so that two arbiters that start at once do not both make them: "GAJ1".
@@ -63,7 +66,18 @@ WITH fence AS ({_FENCE})
 INSERT INTO journal.events (seq, now, event, sum)
 SELECT row.* FROM fence, unnest(%s::bigint[], %s::double precision[], %s::bytea[], %s::bigint[]) AS row
 """  # noqa: S608 - our words
+_SUM_OF = "SELECT sum FROM journal.events WHERE seq = %s"
 _SELECT_EVENTS = "SELECT seq, now, event, sum FROM journal.events WHERE seq > %s ORDER BY seq"
+#: Ends sessions that hold the leader's row, and whose client has gone silent amid statements that it sends in a row: to
+#: the server these are no idle transactions, so that no timeout of its own ends them.
+_END_FROZEN = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity JOIN pg_locks USING (pid)
+WHERE locktype = 'relation' AND relation = 'journal.site'::regclass AND mode IN ('RowShareLock', 'RowExclusiveLock')
+AND database = (SELECT oid FROM pg_database WHERE datname = current_database()) AND usename = current_user
+AND pid <> pg_backend_pid() AND wait_event = 'ClientRead' AND state_change < clock_timestamp() - %s * interval '1 s'
+"""
+_IS_FREE = "SELECT 1 FROM journal.site FOR UPDATE SKIP LOCKED"
+_NEWEST_SNAPSHOT = "SELECT coalesce(max(seq), 0) FROM journal.snapshots"
 _INSERT_SNAPSHOT = """
 INSERT INTO journal.snapshots (seq, now, state, sum) VALUES (%s, %s, %s, %s)
 ON CONFLICT (seq) DO UPDATE SET now = excluded.now, state = excluded.state, sum = excluded.sum
@@ -130,7 +144,7 @@ class PostgresJournal(Generic[EventT]):
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
         self._closed = False
-        self._read_only = read_only
+        self._read_only, self._limit_s = read_only, limit_s
         self._database = Postgres(url, limit_s=limit_s, read_only=read_only)
         try:
             self._made = self._prepare()
@@ -139,6 +153,7 @@ class PostgresJournal(Generic[EventT]):
             self._database.close()
             raise
         self._committed_seq = self.last_seq
+        self._committed_sum: int | None = None  #: of the event of that number; None: it was not read
 
     @classmethod
     def of(cls, url: str, union: Any, **options: Any) -> Self:
@@ -228,7 +243,7 @@ class PostgresJournal(Generic[EventT]):
         if inserted != len(batch):
             raise self._deposed()
         if batch:
-            self._committed_seq = batch[-1][0]
+            self._committed_seq, self._committed_sum = batch[-1][0], batch[-1][3]
 
     def _fenced(self, cursor: Any) -> None:
         """Lock the leader's row until the end of the transaction. Raises `Deposed` if it is not ours."""
@@ -282,6 +297,9 @@ class PostgresJournal(Generic[EventT]):
         if (events and events[-1][0] > self.last_seq) or (row is not None and seq > self.last_seq):
             self.last_seq, self.last_now = events[-1][:2] if events else row[:2]
             self._committed_seq, self._snapshot_seq = self.last_seq, max(seq, self._snapshot_seq)
+            self._committed_sum = None
+        if events and events[-1][0] == self._committed_seq:
+            self._committed_sum = events[-1][3]
         if row is None:
             return Loaded(None, 0, self._checked(events, 0))
         compare(self.place, f"the snapshot after event {seq}", row[3], checksum(seq, row[1], row[2]))
@@ -302,6 +320,8 @@ class PostgresJournal(Generic[EventT]):
         ------
         Deposed
             If events are missing in between, or our own have been overtaken.
+        LostEnd
+            If the last event that was read is another one now.
         """
         with self._turn:
             return self._news()
@@ -310,14 +330,19 @@ class PostgresJournal(Generic[EventT]):
         _count, found = self._database.one(_SITE)
         program = self._permitted(found)[1]
         # Events first: a snapshot that is not seen yet comes before the next event, and so with the next news.
-        _count, rows = self._database.one(_SELECT_EVENTS, (self._committed_seq,))
-        if rows and (self._batch or rows[0][0] != self._committed_seq + 1):
+        _count, rows = self._database.one(_SELECT_EVENTS, (self._committed_seq - 1,))
+        known = [rows.pop(0)[3]] if rows and rows[0][0] == self._committed_seq else []
+        if known:
+            self._compare_end(known)
+        if rows and self.last_seq != self._committed_seq:  # what was appended has been refused, or will be
+            raise self._deposed()
+        if rows and rows[0][0] != self._committed_seq + 1:
             raise Deposed(f"{self.place}: another arbiter has led since event {self._committed_seq}")
         marks = {seq: mark for seq, mark in self._marks_after(self._snapshot_seq).items() if seq <= self._end(rows)}
         events = list(self._checked(rows, self._committed_seq))
         if events:
             self.last_seq, self.last_now, _event = events[-1]
-            self._committed_seq = self.last_seq
+            self._committed_seq, self._committed_sum = self.last_seq, rows[-1][3]
         if marks:
             self._snapshot_seq = max(marks)
         return News(events, marks if program == self._program else {})
@@ -359,13 +384,39 @@ class PostgresJournal(Generic[EventT]):
     # --- facts ------------------------------------------------------------------------------------------------------
 
     def next_epoch(self, at_least: int) -> int:
-        """Lead: take an epoch that is at least `at_least` and newer than all before. The former leader is deposed."""
+        """Lead: take an epoch that is at least `at_least` and newer than all before. The former leader is deposed.
+
+        Raises
+        ------
+        LostEnd
+            If the database lacks the last event that was read here, as a replica does that had not heard of it yet, or
+            has another one in its place.
+        """
+        self._end_frozen()
         with self._database.unit() as cursor:
             self._permitted(cursor.execute(f"{_SITE} FOR UPDATE".encode()).fetchall())
             row = cursor.execute(_NEXT_EPOCH.encode(), (at_least, self._leader, self._program)).fetchone()
+            known = [each[0] for each in cursor.execute(_SUM_OF, (self._committed_seq,)).fetchall()]
+            if known or cursor.execute(_NEWEST_SNAPSHOT).fetchall()[0][0] < self._committed_seq:  # else it was pruned
+                self._compare_end(known)
         assert row is not None, "the row was there just now"
         self._epoch = int(row[0])
         return self._epoch
+
+    def _compare_end(self, found: Sequence[int]) -> None:
+        """Compare the checksum that was `found` of the last event that was read, if it was, with that of then."""
+        if found and self._committed_sum in (None, found[0]):
+            return
+        lost = f"event {self._committed_seq} was read from it, and {'is another one now' if found else 'is gone'}"
+        raise LostEnd(f"{self.place} has lost its end: {lost}; this arbiter begins anew with what is there")
+
+    def _end_frozen(self) -> None:
+        """Wait for the leader's row for as long as for a statement; end sessions that hold it and stand still."""
+        until = time.monotonic() + self._limit_s
+        while not self._database.one(_IS_FREE)[1] and time.monotonic() < until:
+            if self._database.one(_END_FROZEN, (IDLE_PART * self._limit_s,))[1]:
+                _log.warning("journal.freed", meaning="a former leader that stands still held its row in the database")
+            time.sleep(FREE_POLL_S)
 
     def take_epoch(self, epoch: int) -> None:
         """Lead on in `epoch`, if it is newer than ours."""

@@ -20,7 +20,8 @@ draining from a. That is stricter than "no work under an expired lease" and all 
 an app only by the proof of its node agent: a report on a plan without the lease that found the GPU empty. And a node
 agent starts processes only by the newest plan it has seen. A lease that has *ended* still covers the process while it
 is leaving, and as long as its node is silent: no other app can have the GPU. The promise holds while the arbiter is
-down, too, for the state in its journal.
+down, too, for the state in its journal. A journal that has lost its end knows nothing of some leases: a task that was
+ordered before on GPUs that were not its app's then is judged again from when they are. After a bound none is left out.
 
 *One attempt.* Two attempts of one job have processes only if the older one's node had been given up for lost while its
 process lived. No participant can end that process; its later checkpoints are outranked by those of its successor. And
@@ -28,6 +29,8 @@ the younger attempt is ordered for the first time only while no older one has a 
 
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
+
+*Nothing before the commit.* If the journal has lost no event but those whose commit had not ended, no node knows more.
 
 *Nothing is sold twice.* Only the answer to the newest sale changes a booking or the state of an app. In a time slot to
 come, apps have booked no more GPUs of a node than it has ever had.
@@ -60,10 +63,11 @@ checkpoint never falls back (except after lost nodes, where two attempts may hav
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from math import inf
 
 from app_agent.core.model import Done
-from arbiter.core.effects import AppRecord, Decide, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
+from arbiter.core.effects import AppRecord, Decide, EpochTaken, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
 from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, Settled, State, is_first
@@ -116,13 +120,19 @@ class Checks:
     """Judges one world; it is the world's `check`.
 
     `orphaned` are tasks whose node had been given up for lost while their process lived, or could still be started.
+    `forgotten` are those that the arbiter may not know, as its journal has lost its end; from `known_by` on, in
+    seconds, it has to know all.
     """
 
     def __init__(self) -> None:
         self.instants = 0
         self.orphaned: set[TaskId] = set()
+        self.forgotten: set[TaskId] = set()
+        self.known_by = inf
+        self._lost = 0  #: events that the arbiter's journal has lost after their effects were performed
+        self._overtakes_left = 0  #: for each loss, each node that has heard of an epoch may know a newer one once
         self._named: set[TaskId] = set()
-        self._ordered: dict[str, set[TaskId]] = defaultdict(set)  #: by node, every task ever ordered there
+        self._ordered: dict[str, dict[TaskId, TaskOrder]] = defaultdict(dict)  #: by node, all that was ever ordered
         self._fences: dict[str, tuple[int, int]] = {}
         self._saved_s: dict[JobId, float] = {}
         self._together: set[frozenset[TaskId]] = set()  #: pairs that ran on one GPU at the last instant
@@ -154,6 +164,8 @@ class Checks:
 
     def _judge_processes(self, world: World) -> None:
         states = world.arbiter.core.state.gpus
+        if world.now >= self.known_by:
+            self.forgotten.clear()
         attempts: dict[JobId, int] = {}
         running: defaultdict[AppId, set[JobId]] = defaultdict(set)
         used: defaultdict[tuple[AppId, JobId, int], list[Gpu]] = defaultdict(list)
@@ -165,6 +177,10 @@ class Checks:
                 continue
             if worker.task not in self.orphaned:
                 running[worker.spec.app].add(job)
+            if worker.task in self.forgotten:
+                if not all(_is_held_for(states.get(gpu), worker.spec.app) for gpu in worker.gpus):
+                    continue
+                self.forgotten.discard(worker.task)
             for gpu in worker.gpus:
                 known = states.get(gpu)
                 if known is None or isinstance(known.state, Free) or known.state.lease.app != worker.spec.app:
@@ -326,8 +342,10 @@ class Checks:
             if isinstance(known.state, Lost):
                 workers = world.nodes[name].workers
                 self.orphaned.update(worker.task for worker in workers.values() if worker.phase != "gone")
-                self.orphaned |= self._ordered[name]  # its agent may still obey a plan that is on its way
+                self.orphaned |= self._ordered[name].keys()  # its agent may still obey a plan that is on its way
         for name, node in world.nodes.items():
+            if node.complaints and not self._lost:
+                raise Violation(f"{name} {node.complaints[0]}, and it has lost nothing that was committed", name)
             before = self._fences.get(name)
             if before is not node.fence:
                 if before is not None and node.fence < before:
@@ -406,6 +424,24 @@ class Checks:
                     f"{count} GPUs of {node} are booked in time slot {slot}, and it has {there[NodeId(node)]}"
                 )
 
+    def forget(self, left: State, told: Iterable[Sequence[object]], lost: int) -> None:
+        """Take note that the arbiter's journal has lost its end, with so many events that had been committed.
+
+        `left` is the state that it tells of now. The ledger was `told` only the effects of that. Orders that are on
+        their way may be obeyed yet.
+        """
+        self._lost += lost
+        self._overtakes_left += len(self._fences) if lost else 0
+        for order in (order for orders in self._ordered.values() for order in orders.values() if lost):
+            if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
+                self.forgotten.add(order.task)
+        self._drained.clear()
+        for part in (self._records, self._accounts, self._stretches):
+            part.clear()
+        for effects in told:
+            for effect in effects:
+                self._enter(effect)
+
     def judge_effects(self, world: World, effects: Sequence[object]) -> None:
         """Judge effects of the arbiter before they are performed."""
         for effect in effects:
@@ -415,26 +451,38 @@ class Checks:
                         raise Violation(f"round {effect.round} uses a bid of {bid.app} for round {bid.round}", bid.app)
             elif type(effect) is Send and type(effect.message) is NodePlan:
                 for order in effect.message.tasks:
-                    self._ordered[effect.to.id].add(order.task)
+                    self._ordered[effect.to.id][order.task] = order
                     if order.want == "run" and order.task not in self._named:
                         self._named.add(order.task)
                         self._judge_naming(world, order)
-            elif type(effect) is LeaseRecord:
-                self._records[effect.lease] = effect
-            elif type(effect) is StretchRecord:
-                had = effect.gpu_s(effect.start, effect.end)
-                _add(self._stretches[effect.app], {"had": had, "draining": had if effect.draining else 0.0})
-            elif type(effect) is LossRecord:
-                _add(self._stretches[effect.app], {"lost": effect.lost_gpu_s})
-            elif type(effect) is AppRecord:
-                self._accounts[effect.app] = effect
+            elif type(effect) is EpochTaken:
+                self._overtakes_left -= 1
+                if self._overtakes_left < 0:
+                    raise Violation("nodes know more than the journal, of more than what it has lost after its commit")
+            else:
+                self._enter(effect)
+
+    def _enter(self, effect: object) -> None:
+        """Enter a record of GPU time, as the ledger does."""
+        if type(effect) is LeaseRecord:
+            self._records[effect.lease] = effect
+        elif type(effect) is StretchRecord:
+            had = effect.gpu_s(effect.start, effect.end)
+            _add(self._stretches[effect.app], {"had": had, "draining": had if effect.draining else 0.0})
+        elif type(effect) is LossRecord:
+            _add(self._stretches[effect.app], {"lost": effect.lost_gpu_s})
+        elif type(effect) is AppRecord:
+            self._accounts[effect.app] = effect
 
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
         """Judge the first order of an attempt: no older one may have a process on a node that reports."""
         nodes = world.arbiter.core.state.nodes
         for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
-            if older and not isinstance(nodes[worker.node.id].state, Lost):
+            node = nodes.get(worker.node.id)
+            if node is None and worker.task in self.forgotten:  # it enrolled in the part of the journal that was lost
+                continue
+            if older and (node is None or not isinstance(node.state, Lost)):
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
     # --- the participants' own state ----------------------------------------------------------------------------------
@@ -542,6 +590,10 @@ def _agree(whose: str, one: Mapping[str, float], other: Mapping[str, float], *ob
 
 def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
+
+
+def _is_held_for(gpu: Gpu | None, app: AppId) -> bool:
+    return gpu is not None and not isinstance(gpu.state, Free) and gpu.state.lease.app == app
 
 
 def _leased_to(world: World, gpu: GpuId, app: AppId) -> bool:

@@ -3,13 +3,15 @@
 A daemon's journal is kept as bytes, as on a disk, written before an event is handled. A restart takes the newest
 snapshot and handles the events after it again, their effects left out. Each restart asserts that the result is bit for
 bit the lost state. Where a site has a standby, an arbiter's core of its own has followed the journal all the time, and
-goes on instead. Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
+goes on instead. Where the journal has lost its end, no state of before can be asserted, and a standby begins anew.
+Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any, Literal
@@ -21,6 +23,7 @@ from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
 from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.arbiter import Event as ArbiterEvent
+from arbiter.core.state.model import State
 from node_agent.core.events import WorkerGone
 from protocol.core import Connected, Received, Send
 from protocol.messages import (
@@ -52,11 +55,14 @@ CALM_DELAY_S = 0.01
 DECIDE_CALM_S = 0.05  #: and a decision no longer than that
 #: Between two looks of a standby at the journal.
 FOLLOW_S = 0.5
+#: Events that no journal loses: the settings, and the first epoch.
+BEGINNING = 2
 #: A cut that lasts long enough for the live link to notice; then both ends restate everything when it is mended.
 NOTICED_S = 3.0
 
 
 Told = Callable[[Actor, Any, Sequence[Any]], object]  #: of an event and its effects
+Effects = Sequence[Any]  #: of one event
 
 
 class Network:
@@ -123,6 +129,25 @@ class Record:
         core = kind(blob)
         self.replay(core, done, len(self.entries))
         return core
+
+    def lose(self, seconds: float, uncommitted: int) -> int:
+        """Forget what was written in the last `seconds`, and the last events that are `uncommitted`.
+
+        Return how many events that is besides these. The very first events stay.
+        """
+        committed = len(self.entries) - uncommitted
+        after = self.entries[-1][0] - seconds
+        kept = max(bisect_right(self.entries, after, hi=committed, key=lambda entry: entry[0]), BEGINNING)
+        del self.entries[kept:]
+        if self._newest[0] > kept:
+            self._newest = (0, self._first)
+        return max(0, committed - kept)
+
+    def effects(self, kind: Any) -> Iterator[Effects]:
+        """Yield the effects of all that is written, one event after the other, as they were at that time."""
+        core = kind(self._first)
+        for now, data in self.entries:
+            yield core.handle(self._decode(data), now)
 
     def replay(self, core: Any, begin: int, end: int) -> None:
         """Have a core handle the events from number `begin` on, up to `end` and without it; effects are left out."""
@@ -201,6 +226,10 @@ class FaultInjector:
         self.acts = 0
         self._mail: dict[Party, list[Received]] = {}
         self._doomed: dict[Party, float] = {}  #: ends at its next event, for so many seconds
+        self._loss: Fault | None = None  #: of the end of the arbiter's journal, at its next start
+        self._uncommitted = 0  #: events that stand in the arbiter's journal, of which nothing was performed
+        #: Told the state and the effects of what is left, and how many events are lost whose effects were performed.
+        self.on_loss: Callable[[State, Iterator[Effects], int], None] = lambda *_: None
         self._cuts: list[Fault] = []
         world.watcher = self._watch
         world.on_undelivered = self._keep
@@ -261,6 +290,7 @@ class FaultInjector:
             record.after(actor.core)
         if actor.party not in self._doomed:
             return True
+        self._uncommitted = int(actor.party == ARBITER)
         self._crash(actor.party, self._doomed.pop(actor.party))
         return False
 
@@ -282,6 +312,8 @@ class FaultInjector:
                     self._doomed[party] = fault.for_s
                 else:
                     self._crash(party, fault.for_s)
+            case "stale":
+                self._lose_end(fault)
             case "freeze":
                 world.freeze(party)
                 world.after(fault.for_s, partial(world.thaw, party))
@@ -302,10 +334,10 @@ class FaultInjector:
                 self._act_on_app(kind, fault)
             case "policy":
                 self.settings = replace(self.settings, policy=fault.policy)
-                world.tell(ARBITER, Configured(self.settings))
+                world.tell(ARBITER, Configured(self.settings, self.options.site))
             case "sharing":
                 self.settings = replace(self.settings, sharing=fault.sharing)
-                world.tell(ARBITER, Configured(self.settings))
+                world.tell(ARBITER, Configured(self.settings, self.options.site))
             case _:
                 self._harm_worker(fault)
 
@@ -314,6 +346,27 @@ class FaultInjector:
         if self.world.actor(party).up:
             self.world.stop(party)
             self.world.after(for_s, partial(self._restart, party))
+
+    def _lose_end(self, fault: Fault) -> None:
+        """End the arbiter, at once or midway; its next start finds a journal that has lost its end."""
+        if self.world.arbiter.up:
+            self._loss = fault
+            if fault.midway:
+                self._doomed[ARBITER] = fault.for_s
+            else:
+                self._crash(ARBITER, fault.for_s)
+
+    def _older(self, loss: Fault) -> Arbiter:
+        """Return the arbiter as its journal tells that has lost its end; a standby begins anew with that, too."""
+        record = self.records[ARBITER]
+        lost = record.lose(loss.lost_s, self._uncommitted)
+        core: Arbiter = record.restore(Arbiter.restored)
+        self.on_loss(core.state, record.effects(Arbiter.restored), lost)
+        if loss.epochs_lost:
+            self.world.epoch = core.state.epoch
+        if self.standby is not None:
+            self.standby = Standby(record)
+        return core
 
     def _restart(self, party: Party) -> None:
         """Start a daemon again, as its own start does it."""
@@ -325,10 +378,13 @@ class FaultInjector:
             world.boot(NodeId(party.id))
         else:
             follows = party == ARBITER and self.standby is not None
-            core: Any = self._successor() if follows else self.restored(party)
+            loss = self._loss if party == ARBITER else None
+            core: Any = self._older(loss) if loss else self._successor() if follows else self.restored(party)
             world.start(party, core)
             if party == ARBITER:
-                world.tell(party, Configured(self.settings))
+                self._loss, self._uncommitted = None, 0
+                backup = "a backup" if loss is not None and loss.told else ""
+                world.tell(party, Configured(self.settings, self.options.site, restored=backup))
                 world.lead()
             else:
                 self._look_up(world.apps[party.id], core)

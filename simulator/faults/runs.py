@@ -159,11 +159,14 @@ class _Run:
             traits=dict(options.traits),
             talks=options.settings.sharing != "exclusive",
             check=self.checks,
+            site=options.site,
         )
         self.world.on_round = self._count
         self.world.instant_max = INSTANT_MAX
         told = [] if tell is None else [_Teller(self.world, tell)]
         self.injector = FaultInjector(self.world, options, self.network, told=[*told, self._judge])
+        self.injector.on_loss = self.checks.forget
+        self.checks.known_by = options.calm_at + RECOVERY_S
         self.waiting: dict[str, str] = {}
         self.calm = (0, 0)  #: messages and rounds at the end of the faults
 

@@ -30,6 +30,7 @@ from simulator.workers import NodeTraits
 
 Kind = Literal[
     "crash",  # a daemon's process ends and is started again; nodes and workers go on
+    "stale",  # the arbiter ends, and starts again with a journal that has lost its end
     "freeze",  # a daemon's process stands still (SIGSTOP, swapping, a debugger) and goes on
     "cut",  # no message passes between the arbiter and one agent, in one direction or both
     "vanish",  # an app agent ends for good
@@ -60,6 +61,9 @@ DRAINS_MAX = 5
 HOLDS_MAX = 6
 TAKEOVERS_MAX = 4
 STANDBYS = 1 / 3  #: of the worlds have a second arbiter
+#: Times that the journal loses its end in a world that has any, at most; and the part of the worlds that have some.
+LOSSES_MAX = 2
+STALE = 1 / 8
 MPS_FAULTS_MAX = 6
 ADMIN = Party("app", OwnerId("ops"))
 APPS_MAX = 8
@@ -76,7 +80,7 @@ class Fault(Struct, frozen=True):
     `party` is the participant that it strikes, the arbiter where the kind needs none. `number` picks one of those
     present at that time: the GPU of a node, the worker on a node, or the direction of a cut (0 both, 1 to the arbiter,
     2 from it). A crash that is `midway` comes after the next event was written down and handled, and before any of its
-    effects.
+    effects. A stale journal has lost that event then, too: its commit had not ended.
     """
 
     at: float
@@ -89,6 +93,9 @@ class Fault(Struct, frozen=True):
     sharing: Sharing = "exclusive"
     force: bool = False  #: of a drain
     by_admin: bool = False  #: of a hold or requeue: by the administrator, and not by the owner
+    lost_s: float = 0.0  #: of a stale journal: it knows nothing of so many seconds before its end
+    told: bool = False  #: and it says so, as a backup does that was restored
+    epochs_lost: bool = False  #: and neither does it know which epochs were led in since
 
 
 class NetworkOptions(Struct, frozen=True):
@@ -156,6 +163,7 @@ class Options(Struct, frozen=True):
     traits: tuple[tuple[NodeId, NodeTraits], ...]
     snapshot_every: int  #: events between two snapshots of a journal
     standby: bool = False  #: a second arbiter follows the journal, and goes on where the first one ended
+    site: str = ""  #: its id; an arbiter that has one finds out that its journal is older than what nodes have seen
 
     def owner(self, number: int) -> Party:
         """Return the agent of the app that is submitted as the `number`-th, from 0."""
@@ -196,13 +204,15 @@ def draw(seed: int, *, policy: str = "") -> Options:
     if seed % 4 == 1:  # a large site, by its rule for restatements: each beat restates a third to a fifth of it
         options = replace(options, settings=replace(options.settings, beat_s=1.0, restatements_per_s=0.25))
     takeovers = _takeovers(seed, options)
-    options = replace(options, standby=bool(takeovers))
+    losses = _losses(seed, options)
+    options = replace(options, standby=bool(takeovers), site=f"s-{seed}" if losses else "")
     drawn = (
         *_faults(dice, options),
         *_drains(seed, options),
         *_holds(seed, options),
         *_mps_faults(overlaps, options),
         *takeovers,
+        *losses,
     )
     faults = sorted(drawn, key=lambda fault: fault.at)
     if policy:
@@ -683,6 +693,39 @@ def _takeovers(seed: int, options: Options) -> list[Fault]:
             again = min(options.calm_at, at + for_s + dice.uniform(0.0, 0.3))
             faults.append(Fault(again, "crash", for_s=0.0, midway=dice.random() < 0.5))
     return faults
+
+
+def has_stale_journal(seed: int) -> bool:
+    """Whether the arbiter's journal loses its end in the world of `seed`."""
+    return _stale_dice(seed).random() < STALE
+
+
+def _stale_dice(seed: int) -> Random:
+    return Random(f"stale {seed}")  # noqa: S311 - repeatable, not secret
+
+
+def _losses(seed: int, options: Options) -> list[Fault]:
+    """Return losses of the end of the arbiter's journal, in some of the draws; from dice of their own.
+
+    Lost are the last events of a power cut; or all since an older copy was made, which was put back by hand, or by
+    `restore` and says so.
+    """
+    dice = _stale_dice(seed)
+    count = dice.randint(1, LOSSES_MAX) if dice.random() < STALE else 0
+    return [_loss(dice, options) for _ in range(count)]
+
+
+def _loss(dice: Random, options: Options) -> Fault:
+    lost_s = dice.choice((0.0, 0.3, 3.0, 20.0, 60.0)) * dice.uniform(0.5, 1.5)
+    return Fault(
+        dice.uniform(5.0, options.calm_at),
+        "stale",
+        for_s=dice.choice((0.0, 0.5, 5.0, 20.0)),
+        midway=dice.random() < 0.5,
+        lost_s=lost_s,
+        told=dice.random() < 0.4,
+        epochs_lost=dice.random() < 0.4,
+    )
 
 
 def _mps_faults(dice: Random, options: Options) -> list[Fault]:

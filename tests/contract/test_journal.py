@@ -28,11 +28,12 @@ from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
-from protocol.journal import Deposed, Journal, JournalError, NewerStore, StoreAway, digest, numbers
+from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TaskId, TenantId
+from tests.support.cluster import until
 from tests.support.postgres import PrivatePostgres
 
 
@@ -593,6 +594,22 @@ def test_a_leader_that_stands_still_in_the_midst_of_a_batch_keeps_nobody_from_le
     assert database.open().leader() == ("host-b", 2)
 
 
+def test_a_leader_that_stands_still_amid_statements_that_it_sends_in_a_row_keeps_nobody_from_leading(
+    database: DatabaseStore,
+) -> None:
+    """A server awaits the rest of such a row for ever, and takes it for no idle transaction."""
+    still, follower = database.open(), database.open(leader="host-b", limit_s=1.0)
+    still.next_epoch(1)
+    connection = still._database._connection.pgconn
+    connection.enter_pipeline_mode()
+    connection.send_query_params(b"SELECT 1 FROM journal.site FOR SHARE", None)
+    connection.send_flush_request()
+    while connection.flush():
+        pass
+    until(lambda: database.sql("SELECT 1 FROM journal.site FOR UPDATE SKIP LOCKED") == [], "it holds the row")
+    assert follower.next_epoch(1) == 2
+
+
 def _stand_still(journal: PostgresJournal[Event], meanwhile: Callable[[], object]) -> None:
     with journal._database.unit() as cursor:
         journal._fenced(cursor)
@@ -637,6 +654,76 @@ def test_a_follower_that_has_missed_events_has_to_begin_anew(database: DatabaseS
     loaded = follower.load()
     assert (loaded.snapshot, [seq for seq, *_ in loaded.events]) == (b"one", [2])
     assert (list(follower.news().events), follower.last_seq) == ([], 2)
+
+
+def test_a_leader_whose_commit_was_refused_does_not_follow(database: DatabaseStore) -> None:
+    """It has handled events that the journal lacks; those of the next leader come at an earlier time."""
+    first, second = database.open(leader="host-a"), database.open(leader="host-b")
+    first.next_epoch(1)
+    first.append(1.0, Came("a"))
+    first.commit()
+    second.news()
+    second.next_epoch(1)
+    second.append(2.0, Came("b"))
+    second.commit()
+    first.append(9.0, Came("late"))
+    with pytest.raises(Deposed, match="host-b leads in epoch 2"):
+        first.commit()
+    with pytest.raises(Deposed, match="host-b leads in epoch 2, and ours was 1"):
+        first.news()
+
+
+def test_a_follower_that_knows_more_than_a_database_that_has_lost_its_end_does_not_lead(
+    database: DatabaseStore,
+) -> None:
+    """Its next event would leave a gap, and no arbiter could read the journal beyond that."""
+    leader, follower = database.open(), database.open(leader="host-b")
+    leader.next_epoch(1)
+    for now in (1.0, 2.0):
+        leader.append(now, Came("a"))
+    leader.commit()
+    follower.news()
+    database.sql("DELETE FROM journal.events WHERE seq = 2")
+    with pytest.raises(LostEnd, match="has lost its end: event 2 was read from it, and is gone"):
+        follower.next_epoch(1)
+    assert database.sql("SELECT epoch FROM journal.site") == [(1,)]
+    anew = database.open(leader="host-b")
+    assert anew.next_epoch(1) == 2
+    assert anew.append(3.0, Came("c")) == 2
+
+
+def test_a_follower_of_events_that_others_have_taken_the_place_of_does_not_lead(database: DatabaseStore) -> None:
+    """Its state tells of an event that is in no journal, though the journal is as long."""
+    leader, read, written = (database.open(leader=f"host-{name}") for name in "abc")
+    leader.next_epoch(1)
+    for now in (1.0, 2.0):
+        leader.append(now, Came("a"))
+    leader.commit()
+    read.news()
+    started = database.open(leader="host-d")
+    list(started.load().events)
+    database.sql("DELETE FROM journal.events WHERE seq = 2")
+    assert [event for _seq, _now, event in written.news().events] == [Came("a")]
+    written.next_epoch(1)
+    written.append(3.0, Came("b"))
+    written.commit()
+    for follower in (read, started, leader):
+        with pytest.raises(LostEnd, match="event 2 was read from it, and is another one now"):
+            follower.next_epoch(1)
+        with pytest.raises(LostEnd, match="event 2 was read from it, and is another one now"):
+            follower.news()
+    assert written.next_epoch(1) == 3
+
+
+def test_a_follower_whose_last_event_was_pruned_leads(database: DatabaseStore) -> None:
+    leader, follower = database.open(snapshots_kept=1), database.open(leader="host-b")
+    leader.next_epoch(1)
+    leader.append(1.0, Came("a"))
+    leader.commit()
+    follower.news()
+    leader.snapshot(b"state")
+    assert database.sql("SELECT 1 FROM journal.events") == []
+    assert (follower.news().events, follower.next_epoch(1)) == ([], 2)
 
 
 def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from msgspec.structs import replace
+
 from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
-from arbiter.core.state.model import ArbiterSettings, Free, Leased
+from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected
-from protocol.messages import NodePlan
+from protocol.messages import Act, NodePlan, Party
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
@@ -216,6 +218,66 @@ def test_a_restored_backup_gives_no_gpu_to_two_apps() -> None:
     assert gpu not in site.held("ana-1")
     assert "1 leases go on that it did not know, 1 are over that it knew" in notes(effects)
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_an_arbiter_that_ends_while_it_listens_and_a_gpu_drains_can_be_started_again() -> None:
+    """A start asserts that the state is in order, and no plan is said before listening has ended."""
+    site = a_site_at_work()
+    site.app("ana-1", state="finished", demand=0, run="r", site=OURS)
+    assert isinstance(site.gpu_state(gpu_id("n1", 0)), Draining)
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    site.lead()
+    assert site.arbiter.state.listens_until is not None
+    Arbiter.restored(site.arbiter.snapshot()).validate()
+
+
+def test_an_app_that_the_backup_holds_leaves_what_it_is_found_on() -> None:
+    """It was released since, of which the journal does not know: the owner, who sees it held, releases it again."""
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {})
+    site.handle(Configured(SETTINGS, OURS, restored="a backup of yesterday"))
+    site.lead()
+    report(site, "n1", {gpu: "ana-1"}, plan=(1, site.arbiter.state.nodes["n1"].plan_seq))
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=OURS)
+    effects = site.wait(12.0)
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Draining)
+    assert (state.lease.app, state.reason) == ("ana-1", "ana-1 is held by ana")
+    assert [(order.task, order.want) for order in sent(effects, NodePlan)[-1].tasks] == [("ana-1.0-a0", "vacate")]
+
+
+def test_no_lease_ends_while_an_arbiter_listens() -> None:
+    ends = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease"}}, lease_s=6.0, admission_wait_s=19.0)
+    site = a_site_at_work(ends)
+    gpu = gpu_id("n1", 0)
+    site.handle(Configured(ends, OURS, restored="a backup of yesterday"))
+    site.lead()
+    state = site.gpu_state(gpu)
+    site.now += 17.0
+    report(site, "n1", {gpu: "ana-1"})
+    assert isinstance(state, Leased)
+    assert state.lease.expires_at < site.now
+    assert site.arbiter.state.listens_until is not None
+    Arbiter.restored(site.arbiter.snapshot()).validate()
+    site.wait(5.0)
+    assert site.arbiter.state.listens_until is None
+    assert site.held("ana-1") == [gpu]
+
+
+def test_no_lease_ends_as_an_arbiter_that_adopts_its_own_site_has_listened() -> None:
+    """Its journal was the site's all along, so that it is not behind; yet it could renew no lease meanwhile."""
+    ends = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease"}}, lease_s=6.0, admission_wait_s=19.0)
+    site = a_site_at_work(ends)
+    site.handle(Configured(ends, OURS, adopt=True))
+    site.lead()
+    site.now += 17.0
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    assert (site.arbiter.state.behind, site.arbiter.state.listens_until is None) == (False, False)
+    site.wait(5.0)
+    assert site.arbiter.state.listens_until is None
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
 
 
 @with_auction

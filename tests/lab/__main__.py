@@ -11,21 +11,30 @@ from pathlib import Path
 
 from tests.lab.network import Network
 from tests.lab.site import NODES, Lab, missing, running_lab
-from tests.support.failover import HOSTS
+from tests.support.failover import HOSTS, POLICY
 
 USAGE = """\
-The lab runs, in {folder}. Ctrl-C ends it. In another terminal, as root:
+The lab runs, in {folder}; {leader} leads. Ctrl-C ends it. In another terminal, as root:
 
   export GPU_ARBITER_URL=unix://{socket}
-  gpu-arbiter submit -g 2 -- sleep 600          # then ps, nodes, explain last
-  {shell} bash                                  # a shell on host-a; likewise {others}
-  tail -f {folder}/host-a.jsonl                 # the log of a daemon
-  kill -9 {pid}                                 # the leader; the other arbiter goes on
+  alias gpu-arbiter={program}
+  gpu-arbiter submit -g 2 -- sleep 600   # then ps, nodes, explain last; it waits for up to {admission_s:g} s first
+  {shell} bash
+                                         # a shell on {leader}; likewise {others}
+  tail -f {folder}/{leader}.jsonl
+                                         # the log of a daemon; the leader's last bus.connected has the newest epoch
 
 Cut a cable, and lay it again with `up` in place of `down`:
-  {bus}    # an arbiter from the broker
-  {store}  # an arbiter from the database
-  {node}        # a node from the site
+  {bus}
+                                         # the leader from the broker: the other arbiter leads after 10 to 15 s
+  {store}
+                                         # the leader from the database, likewise
+  {node}
+                                         # a node from the site; it counts as lost after {lost_s:g} s
+
+End the leader: the other arbiter leads at once. Start it again in a terminal of its own, and end it there:
+  kill -9 {pid}
+  {again}
 """
 
 
@@ -35,14 +44,20 @@ def usage(lab: Lab, network: Network) -> str:
     def words(host: str, name: str) -> str:
         return shlex.join(network.cut_command(host, name, "down"))
 
+    leader = HOSTS[lab.arbiters.index(lab.leader())]
     return USAGE.format(
         folder=lab.folder,
+        leader=leader,
         socket=lab.site.socket,
-        shell=shlex.join(network.within(HOSTS[0])),
-        others=", ".join((*HOSTS[1:], *NODES, "login", "mq", "db")),
+        program=Path(sys.executable).with_name("gpu-arbiter"),
+        admission_s=POLICY.admission_wait_s,
+        lost_s=POLICY.node_timeout_s,
+        shell=shlex.join(network.within(leader)),
+        others=", ".join((*(host for host in HOSTS if host != leader), *NODES, "login", "mq", "db")),
         pid=lab.leader().pid,
-        bus=words(HOSTS[0], "bus"),
-        store=words(HOSTS[0], "store"),
+        again=shlex.join(lab.leader().command),
+        bus=words(leader, "bus"),
+        store=words(leader, "store"),
         node=words(NODES[0], "bus"),
     )
 

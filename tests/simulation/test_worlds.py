@@ -19,16 +19,20 @@ import pytest
 from msgspec.structs import replace
 from typer.testing import CliRunner
 
+from arbiter.core.arbiter import Arbiter
+from arbiter.core.arbiter import Event as ArbiterEvent
+from arbiter.core.effects import EpochTaken
 from arbiter.core.state.model import ArbiterSettings, Free
 from launch.cli import app as command_line
+from protocol.core import Tick
 from protocol.messages import ARBITER, AppId, Party, TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults import checks
 from simulator.faults.checks import Checks, Violation, unsettled
-from simulator.faults.injector import Network
+from simulator.faults.injector import Network, Record
 from simulator.faults.runs import WorldVerdict, run_world, run_worlds, summary
-from simulator.faults.scenario import NetworkOptions, draw, facts_of, has_standby
+from simulator.faults.scenario import NetworkOptions, draw, facts_of, has_stale_journal, has_standby
 from simulator.world import Actor, World
 from tests.support.app_harness import spec_of
 
@@ -76,7 +80,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
     kinds = {fault.kind for each in options for fault in each.faults}
     assert kinds == {
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing", "drain"),
-        *("hold", "requeue", "mps"),
+        *("hold", "requeue", "mps", "stale"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
     assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {
@@ -286,6 +290,50 @@ def test_each_check_sees_what_it_is_there_for(running: World, harm: Callable[[Wo
         checks.judge_whole(running)
 
 
+def _free(world: World) -> None:
+    for gpu in world.arbiter.core.state.gpus.values():
+        world.arbiter.core.state.gpus[gpu.id] = replace(gpu, state=Free(0.0))
+
+
+def test_a_task_is_left_out_only_if_the_journal_lost_events_after_their_commit_and_its_gpus(running: World) -> None:
+    checks, state = judged(running), running.arbiter.core.state
+    running.run(until=running.now + 10.0)  # plans are said again and again
+    (worker,) = (worker for node in running.nodes.values() for worker in node.workers.values())
+    checks.forget(state, [], 3)
+    assert not checks.forgotten, "its app has them"
+    _free(running)
+    checks.forget(state, [], 0)
+    assert not checks.forgotten, "nothing was lost"
+    checks.forget(state, [], 3)
+    assert checks.forgotten == {worker.task}
+    checks(running)
+    checks.known_by = running.now
+    with pytest.raises(Violation, match="which to the arbiter is free"):
+        checks(running)
+
+
+def test_nodes_know_more_than_the_journal_no_more_often_than_it_lost_its_end(running: World) -> None:
+    effects = [EpochTaken(2, "s")]
+    checks = judged(running)
+    with pytest.raises(Violation, match="nodes know more than the journal"):
+        checks.judge_effects(running, effects)
+    checks = judged(running)
+    checks.forget(running.arbiter.core.state, [], 1)
+    for _ in running.nodes:
+        checks.judge_effects(running, effects)
+    with pytest.raises(Violation, match="nodes know more than the journal"):
+        checks.judge_effects(running, effects)
+
+
+def test_a_node_complains_of_a_lost_journal_only_if_one_was_lost(running: World) -> None:
+    checks = judged(running)
+    next(iter(running.nodes.values())).complaints.append("does not obey: its journal has lost some")
+    with pytest.raises(Violation, match="and it has lost nothing that was committed"):
+        checks(running)
+    checks.forget(running.arbiter.core.state, [], 1)
+    checks(running)
+
+
 # --- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +367,41 @@ def test_worlds_with_a_standby_can_be_run_alone() -> None:
     assert [seed for seed in range(3, 100) if has_standby(seed)] == with_standby
     alone = [run_world(seed) for seed in with_standby[:2]]
     assert json.loads(result.stdout)["summary"]["events"] == sum(verdict.events for verdict in alone)
+
+
+def test_in_an_eighth_of_the_worlds_the_journal_loses_its_end() -> None:
+    losses = {seed: [fault for fault in draw(seed).faults if fault.kind == "stale"] for seed in range(200)}
+    stale = [seed for seed, faults in losses.items() if faults]
+    assert [seed for seed in range(200) if has_stale_journal(seed)] == stale
+    assert 15 <= len(stale) <= 35
+    drawn = [fault for faults in losses.values() for fault in faults]
+    for least_s, told, epochs_lost in ((10.0, True, True), (10.0, False, False), (0.0, False, True)):
+        assert any((each.told, each.epochs_lost) == (told, epochs_lost) and each.lost_s >= least_s for each in drawn)
+    assert any(fault.midway and not fault.lost_s for fault in drawn)
+    assert all(bool(draw(seed).site) == (seed in stale) for seed in range(40))
+
+
+def test_worlds_whose_journal_loses_its_end_can_be_run_alone() -> None:
+    result = CliRunner().invoke(command_line, ["worlds", "--stale", "--count", "2", "--jobs", "1", "--json"])
+    assert result.exit_code == 0, result.stdout
+    alone = [run_world(seed) for seed in range(60) if has_stale_journal(seed)][:2]
+    assert json.loads(result.stdout)["summary"]["events"] == sum(verdict.events for verdict in alone)
+
+
+def test_a_journal_forgets_its_last_events_and_keeps_the_first() -> None:
+    core = Arbiter()
+    record = Record(core, ArbiterEvent, every=2)
+    for now in range(1, 7):
+        record.append((float(now), Tick()))
+        core.handle(Tick(), float(now))
+        record.after(core)
+    assert record.lose(2.5, 0) == 3
+    assert [now for now, _ in record.entries] == [1.0, 2.0, 3.0]
+    assert record.restore(Arbiter.restored).state.now == 3.0
+    assert record.lose(0.0, 1) == 0
+    assert record.restore(Arbiter.restored).state.now == 2.0
+    assert record.lose(100.0, 0) == 0
+    assert len(record.entries) == 2, "no journal loses its settings and its first epoch"
 
 
 def test_worlds_can_be_run_under_one_policy_and_say_so_in_the_command_that_repeats_them() -> None:

@@ -57,12 +57,17 @@ class DaemonProcess:
     def start(self) -> None:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*self.within, *self._command],
+                self.command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.environment},
             )
+
+    @property
+    def command(self) -> Sequence[str]:
+        """The command that starts it, on its host."""
+        return [*self.within, *self._command]
 
     @property
     def pid(self) -> int:

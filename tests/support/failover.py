@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from msgspec import Struct
@@ -22,7 +23,7 @@ from arbiter.core.arbiter import Arbiter, Event
 from arbiter.ledger import Ledger
 from protocol.journal.database import Postgres
 from protocol.journal.postgres import PostgresJournal
-from protocol.messages import EventFilter
+from protocol.messages import ARBITER, EventFilter
 from tests.support import telling_steps
 from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, started, until
 from tests.support.patience import PATIENCE_S
@@ -39,6 +40,8 @@ LONG, SHORT = 400, 3
 HOSTS = ("host-a", "host-b")
 #: In a standby's log, once it is one.
 FOLLOWS = "journal.replayed"
+#: In the log of an arbiter, once it has noticed that it leads no more.
+LEADS_NO_MORE = ("bus.lost", "bus.unavailable", "arbiter.stands_by")
 
 WITNESSES = """
 CREATE SCHEMA witness;
@@ -60,7 +63,10 @@ AND NOT EXISTS (SELECT 1 FROM witness.epochs AS taken WHERE taken.epoch = event.
 
 
 class Failover(Struct, frozen=True):
-    """One change of the leader, in seconds after the old one was killed: when the next one led, and first decided."""
+    """One change of the leader, in seconds after the old one was killed or stopped.
+
+    The next one led then, and first decided.
+    """
 
     led_s: float
     decided_s: float
@@ -97,12 +103,15 @@ class Pair(Cluster):
         broker: PrivateRabbitMQ,
         vhost: str,
         url: str,
+        ports: Mapping[str, int] | None = None,
     ) -> None:
+        """Make it; an arbiter whose host is in `ports` reaches the broker by way of that port."""
         super().__init__(folder, broker, vhost, POLICY, gpus_per_node=GPUS_PER_NODE)
         self.url = self.url_here = url  #: of the database, for the arbiters and for this process
         self.arbiters = []
         for name in HOSTS:
-            config = replace(self.site.arbiter, journal=url, state_dir=str(folder / name))
+            bus = broker.url(ARBITER.user, vhost, port=(ports or {}).get(name))
+            config = replace(self.site.arbiter, journal=url, state_dir=str(folder / name), bus=bus)
             self.arbiters.append(DaemonProcess("arbiter", config, folder, name))
 
     @property
@@ -128,14 +137,15 @@ class Pair(Cluster):
 
     def wait_led(self, *, newer_than: int) -> None:
         """Wait until an arbiter leads in a newer epoch."""
-        until(lambda: self.newest_epoch() > newer_than, "an arbiter leads", self._ends_of_logs)
+        until(lambda: self.newest_epoch() > newer_than, "an arbiter leads", self.ends_of_logs)
 
     def wait_follows(self, arbiter: DaemonProcess, times: int) -> None:
         """Wait until an arbiter, in all its incarnations, has taken the journal in so many times."""
         limit_s = 3 * PATIENCE_S  # a start takes seconds of a core
-        until(lambda: len(arbiter.lines(FOLLOWS)) >= times, "it follows", self._ends_of_logs, within_s=limit_s)
+        until(lambda: len(arbiter.lines(FOLLOWS)) >= times, "it follows", self.ends_of_logs, within_s=limit_s)
 
-    def _ends_of_logs(self) -> str:
+    def ends_of_logs(self) -> str:
+        """What the arbiters have said last."""
         return "\n".join(arbiter.log.read_text()[-1500:] for arbiter in self.arbiters)
 
     # --- apps -------------------------------------------------------------------------------------------------------
@@ -154,20 +164,41 @@ class Pair(Cluster):
 
     def fail_over(self) -> Failover:
         """Kill the leader while an app is submitted; return how long it took, and have the killed one follow."""
-        leader, epoch = self.leader(), self.newest_epoch()
-        follower = self.other_than(leader)
-        follower.check()
-        self.keep_busy()
+        leader = self.leader()
         followed = len(leader.lines(FOLLOWS))
-        killed_at = time.time()
-        leader.kill()
-        self.submit_small()
-        until(lambda: bool(self._decided(follower, epoch)), "the next leader decides", self._ends_of_logs)
-        led_at, decided_at = self._decided(follower, epoch)
+        took = self._without(leader, leader.kill)
         leader.start()
         self.wait_follows(leader, followed + 1)
         self.wait_trained(20)
-        return Failover(led_at - killed_at, decided_at - killed_at)
+        return took
+
+    def stand_still(self) -> Failover:
+        """Stop the leader's process while an app is submitted, until the next one has decided; likewise."""
+        leader = self.leader()
+        noticed = self._noticed(leader)
+        try:
+            took = self._without(leader, partial(leader.signal, signal.SIGSTOP))
+        finally:
+            leader.signal(signal.SIGCONT)
+        until(lambda: self._noticed(leader) > noticed, "it has noticed that it does not lead", self.ends_of_logs)
+        self.wait_trained(20)
+        return took
+
+    def _noticed(self, arbiter: DaemonProcess) -> int:
+        return sum(len(arbiter.lines(event)) for event in LEADS_NO_MORE)
+
+    def _without(self, leader: DaemonProcess, end: Callable[[], None]) -> Failover:
+        """Let the leader `end`, while an app is submitted; return when the other one led and decided."""
+        epoch = self.newest_epoch()
+        follower = self.other_than(leader)
+        follower.check()
+        self.keep_busy()
+        ended_at = time.time()
+        end()
+        self.submit_small()
+        until(lambda: bool(self._decided(follower, epoch)), "the next leader decides", self.ends_of_logs)
+        led_at, decided_at = self._decided(follower, epoch)
+        return Failover(led_at - ended_at, decided_at - ended_at)
 
     def wait_trained(self, steps: int) -> None:
         """Wait until so many more mini-batches were made by all apps together."""
@@ -177,7 +208,7 @@ class Pair(Cluster):
             self.keep_busy()
             return self.steps_made() >= goal
 
-        until(made, f"{steps} more mini-batches", self._ends_of_logs)
+        until(made, f"{steps} more mini-batches", self.ends_of_logs)
 
     def _decided(self, arbiter: DaemonProcess, epoch: int) -> tuple[float, ...]:
         """When `arbiter` began to lead in an epoch above that one, and when it first closed a round; else empty."""
@@ -247,9 +278,15 @@ def look_at(url: str) -> tuple[int, int, int]:
 
 
 @contextmanager
-def running_pair(folder: Path, broker: PrivateRabbitMQ, vhost: str, server: PrivatePostgres) -> Iterator[Pair]:
-    """A pair that is ready, at work, and witnessed; nothing of it is left behind."""
-    with started(Pair(folder, broker, vhost, server.database())) as pair:
+def running_pair(
+    folder: Path,
+    broker: PrivateRabbitMQ,
+    vhost: str,
+    server: PrivatePostgres,
+    ports: Mapping[str, int] | None = None,
+) -> Iterator[Pair]:
+    """A pair that is ready, at work, and witnessed; nothing of it is left behind. `ports`: see `Pair`."""
+    with started(Pair(folder, broker, vhost, server.database(), ports)) as pair:
         for arbiter in pair.arbiters:
             pair.wait_follows(arbiter, 1)
         server.sql(pair.url.rpartition("/")[2], WITNESSES)

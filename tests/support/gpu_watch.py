@@ -32,7 +32,7 @@ class Worker(Struct, frozen=True):
 
 
 class GpuWatch:
-    """Samples all processes whose checkpoints lie under `folder`; `conflicts` says who met on a GPU.
+    """Samples all processes with checkpoints, or a node agent, under `folder`; `conflicts` says who met on a GPU.
 
     Two may be on a GPU if one of them stands still, parked: its training thread uses no processor time. Between two
     samples one may have parked and the other begun, so they meet only if both worked in two such times on end.
@@ -102,7 +102,8 @@ def _worker(pid: int, folder: str) -> Worker | None:
         process = Path("/proc") / str(pid)
         variables = (process / "environ").read_bytes().split(b"\0")
         env = dict(line.decode(errors="replace").split("=", 1) for line in variables if b"=" in line)
-        if not env.get("GPU_ARBITER_CHECKPOINT_DIR", "").startswith(folder):
+        # In the lab, a person submits from anywhere.
+        if not any(env.get(f"GPU_ARBITER_{name}", "").startswith(folder) for name in ("CHECKPOINT_DIR", "SOCKET")):
             return None
         fields = (process / "stat").read_text().rpartition(")")[2].split()
         busy_ns = int((process / "schedstat").read_text().split()[0])

@@ -20,7 +20,6 @@ from tests.support.rabbitmq import _die_with_parent, free_port
 from tests.support.startable import Startable
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path("/nowhere"))
-START_TIMEOUT_S = 60.0
 USER = "arbiter"
 _names = itertools.count(1)
 
@@ -131,7 +130,7 @@ class PrivatePostgres(Startable):
                 start_new_session=True,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"PostgreSQL did not start:\n{(self.folder / 'output').read_text()[-4000:]}")
@@ -151,7 +150,7 @@ class PrivatePostgres(Startable):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         self._process.wait()
-        psutil.wait_procs(family[1:], timeout=START_TIMEOUT_S)
+        psutil.wait_procs(family[1:], timeout=PATIENCE_S)
         (self.folder / "data" / "postmaster.pid").unlink(missing_ok=True)
 
     def freeze(self) -> None:

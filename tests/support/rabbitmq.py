@@ -28,7 +28,6 @@ from tests.support.startable import Startable
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
 CONTROL = SERVER.with_name("rabbitmqctl")
-START_TIMEOUT_S = 60.0
 #: Says the first word of AMQP to an address, where this process cannot reach it.
 _KNOCK = """
 import socket, sys
@@ -182,7 +181,7 @@ class PrivateRabbitMQ(Startable):
                 stderr=output,
                 preexec_fn=_die_with_parent,  # noqa: PLW1509 - started by the main thread only
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + PATIENCE_S
         while not self._answers():
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise RuntimeError(f"RabbitMQ did not start:\n{(self.folder / 'output').read_text()[-4000:]}")
@@ -278,6 +277,7 @@ class PrivateRabbitMQ(Startable):
             "RABBITMQ_ENABLED_PLUGINS_FILE": f"{folder}/plugins",
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": str(self._epmd_port),
+            "ERL_CRASH_DUMP": "/dev/null",
             "ERL_EPMD_ADDRESS": "127.0.0.1",
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-noinput -kernel inet_dist_use_interface {127,0,0,1}",
             "RABBITMQ_ALLOW_INPUT": "1",  # makes the script exec, so that signals hit the broker itself

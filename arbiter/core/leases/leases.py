@@ -332,7 +332,10 @@ def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
 
 
 def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
-    """Lease a GPU to the app of a task that was found on it; return whether it was not."""
+    """Lease a GPU to the app of a task that was found on it; return whether it was not.
+
+    An app that is held, as far as the journal knows, leaves it at once, as it left its GPUs when it was held.
+    """
     if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
         return False
     if isinstance(gpu.state, Leased):
@@ -345,7 +348,10 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
     turn.tell(gpu.id, f"found with {task.id}: leased to {task.app} as {lease.id}")
     turn.tell(task.app, f"keeps {gpu.id} on {gpu.node}, where {task.id} was found")
     turn.happen("granted", f"where {task.id} was found", app=task.app, node=gpu.node, gpu=gpu.id)
-    return True
+    holder = turn.state.apps[task.app].held_by
+    if holder:
+        revoke(turn, turn.state.gpus[gpu.id], f"{task.app} is held by {holder}", preempted="act")
+    return not holder
 
 
 def keep(turn: Turn) -> None:

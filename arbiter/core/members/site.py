@@ -186,8 +186,9 @@ def listens(turn: Turn) -> bool:
         return True
     state.listens_until = None
     state.news = True
+    leases.extend(turn)  # it is we who could not renew them
+    assert turn.index.next_end > turn.now, "a lease is over though no round could renew it"
     if state.behind:
-        leases.extend(turn)
         apps.admit_waiting(turn)
         found, over = leases.adopt(turn)
         if state.restored:

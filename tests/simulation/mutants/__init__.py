@@ -22,7 +22,7 @@ from arbiter.core import outbox
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.layers import guests
 from arbiter.core.leases import leases, plans
-from arbiter.core.members import apps, nodes, sales
+from arbiter.core.members import apps, nodes, sales, site
 from arbiter.core.rounds import phases
 from arbiter.core.seam import AppView
 from arbiter.core.state import beats, model
@@ -39,7 +39,7 @@ from node_agent.core.suspend_methods import SuspendMethods
 from node_agent.core.verdict import Verdict, judge
 from protocol import gpu_kinds
 from protocol.messages import LeaseId
-from simulator.faults.injector import Record, Standby
+from simulator.faults.injector import FaultInjector, Record, Standby
 
 Mutant = Callable[[], AbstractContextManager[None]]
 MUTANTS: dict[str, Mutant] = {}
@@ -411,6 +411,24 @@ def a_standby_takes_an_event_in_twice() -> Iterator[None]:
         self._record.replay(self.core, begin, self._done)
 
     with patch.object(Standby, "follow", repeated):
+        yield
+
+
+@mutant
+def effects_are_performed_before_the_commit() -> Iterator[None]:
+    watch = FaultInjector._watch
+
+    def eager(self: FaultInjector, actor: Any, event: Any, effects: Any) -> bool:
+        watch(self, actor, event, effects)
+        return True
+
+    with patch.object(FaultInjector, "_watch", eager):
+        yield
+
+
+@mutant
+def what_nodes_know_of_later_epochs_is_not_heard() -> Iterator[None]:
+    with patch.object(site, "note_epoch", lambda *_: True):
         yield
 
 
