@@ -72,7 +72,7 @@ from arbiter.core.seam import Booking
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, Settled, State, is_first
 from node_agent.core.events import PARK_PROOF_S
-from node_agent.core.model import Suspended, Task, Waiting
+from node_agent.core.model import Resuming, Suspended, Task, Vacating, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
 from protocol.core import Send
 from protocol.gpu_kinds import in_words, suits, wishes_kind
@@ -100,6 +100,8 @@ from simulator.world import Actor, World
 VALIDATE_EVERY = 4
 #: The most turns that a task waits for each of the others on its GPUs; and seconds on top of the turns.
 TURNS_MAX, MOMENTS_S = 2.0, 20.0
+#: So long a GPU may wait for a parked process that was told to train, or to leave, and hears nothing: then it is ended.
+DEAF_S = 60.0
 #: The part of a turn that suspending and resuming may take at most; turns are the longer for that.
 OVERHEAD = 0.02
 #: Serial seconds of work are sums of floats, with rounding.
@@ -294,12 +296,15 @@ class Checks:
 
     def _judge_idle(self, world: World) -> None:
         idle: dict[GpuId, float] = {}
+        told: set[GpuId] = set()
         for name, node in world.nodes.items():
             actor = world.actor(Party("node", name))
             if not actor.up or actor.held is not None:
                 continue
             in_use = node.in_use()
             for task in actor.core.tasks():
+                if isinstance(task.state, Resuming | Vacating):
+                    told.update(task.devices)
                 if _waits(task) and not any(device in in_use or device in node.sick for device in task.devices):
                     leased = all(_leased_to(world, gpu, task.app) for gpu in task.gpus)
                     idle |= {device: self._idle_since.get(device, world.now) for device in task.devices if leased}
@@ -307,7 +312,7 @@ class Checks:
         cost_s = DRIVER_TIMES * (world.costs.suspend_s + world.costs.resume_s)
         bound_s = PARK_PROOF_S + max(world.quantum_s, min(QUANTUM_S_MAX, cost_s / OVERHEAD)) + MOMENTS_S
         for device, since in idle.items():
-            if world.now - since > bound_s:
+            if world.now - since > bound_s + (DEAF_S if device in told else 0.0):
                 raise Violation(f"{device} has had no process for {world.now - since:.0f} s, and is wanted", device)
 
     def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
