@@ -186,6 +186,8 @@ def listens(turn: Turn) -> bool:
         return True
     state.listens_until = None
     state.news = True
+    turn.nodes |= state.nodes.keys()  # all that has changed meanwhile is still to be said
+    turn.apps |= state.apps.keys()
     leases.extend(turn)  # it is we who could not renew them
     assert turn.index.next_end > turn.now, "a lease is over though no round could renew it"
     if state.behind:
