@@ -279,7 +279,7 @@ async def test_connections_that_say_nothing_are_few_and_the_oldest_makes_room(
             person = await visit(door)
             inside, _ = await asyncio.to_thread(terminal.accept)
             with inside:
-                assert await asyncio.to_thread(inside.recv, 64) == window(30, 100)
+                assert await asyncio.to_thread(inside.recv, 9, socket.MSG_WAITALL) == window(30, 100)
                 inside.sendall(frame(b"d", b"hello"))
                 await person.sees("hello")
         place.close()
