@@ -682,7 +682,8 @@ class Workers:
     def _kill_all(self, task: TaskId, started: Started) -> None:
         """SIGKILL all below the shim, which stays to write down the end."""
         self._bounds.kill(self._key(task))
-        if self._workers[task].spec.uid >= 0:
+        worker = self._workers.get(task)  # None: its end was heard of just now, by another thread
+        if worker is not None and worker.spec.uid >= 0:
             return
         below = list(procfs.descendants([started.shim]))
         if procfs.is_running(started.pid, started.start_ticks) and started.pid not in below:
