@@ -10,7 +10,7 @@ from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
-from protocol.core import Connected
+from protocol.core import Connected, Tick
 from protocol.messages import Act, NodePlan, Party
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
@@ -295,6 +295,24 @@ def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it()
     assert (over.app, over.gpu) == ("ana-1", gpu)
     (order,) = sent(effects, NodePlan)[-1].tasks
     assert (order.task, order.want) == ("bob-1.0-a0", "run")
+
+
+def test_what_has_changed_while_an_arbiter_listened_is_said_as_that_ends() -> None:
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    site.handle(Configured(SETTINGS, OURS, adopt=True))
+    site.lead()
+    report(site, "n1", {gpu: "ana-1"})
+    assert sent(site.app("ana-1", state="finished", demand=0, run="r", site=OURS), NodePlan) == []
+    state = site.gpu_state(gpu)
+    assert isinstance(state, Draining)
+    listens_until = site.arbiter.state.listens_until
+    assert listens_until is not None
+    site.arbiter.state.beat_at = site.now = listens_until  # no beat restates it
+    plans = sent(site.handle(Tick()), NodePlan)
+    assert site.arbiter.state.listens_until is None
+    assert [plan.seq for plan in plans if plan.node == "n1"] == [state.plan_seq]
+    site.arbiter.validate()
 
 
 def test_a_task_that_no_app_wishes_there_is_not_adopted() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from app_agent.core.spec import AppSpec
-from launch.client import open_client
+from launch.client import Client, open_client
 from protocol.log_ends import INSTEAD, SAID_INSTEAD
 from protocol.messages import Requirements
 from tests.support.patience import PATIENCE_S
@@ -38,6 +38,15 @@ for step in range(10**6):
 QUESTIONS = ("apps", "nodes", "rounds", "leases", "shares", "events", "report")
 
 
+def check_untold(stranger: Client, app: str) -> None:
+    """What a task of `app` has printed stands in no answer to this stranger."""
+    for kind in QUESTIONS:
+        target = "owner" if kind in ("shares", "report") else ""
+        assert PRINTED not in json.dumps(stranger.query(kind, target)), kind  # type: ignore[arg-type]
+    for name in (app, f"{app}.0", f"{app}.0-a0", "GPU-sim-n1-0", "n1"):
+        assert PRINTED not in json.dumps(stranger.query("explain", name)), name
+
+
 def test_the_end_of_a_failed_tasks_log_is_told_to_its_owner_only(tmp_path: Path) -> None:
     with thread_site(tmp_path / "site") as site:
         ledger = Path(site.site.arbiter.state_dir, "ledger.db")
@@ -53,11 +62,7 @@ def test_the_end_of_a_failed_tasks_log_is_told_to_its_owner_only(tmp_path: Path)
             record = owner.outlast(app, "done", PATIENCE_S)
             assert (record.state, PRINTED in record.reason) == ("failed", True)
             assert PRINTED in json.dumps(owner.query("explain", app))
-            for kind in QUESTIONS:
-                target = "owner" if kind in ("shares", "report") else ""
-                assert PRINTED not in json.dumps(eve.query(kind, target)), kind  # type: ignore[arg-type]
-            for name in (app, f"{app}.0", f"{app}.0-a0", "GPU-sim-n1-0", "n1"):
-                assert PRINTED not in json.dumps(eve.query("explain", name)), name
+            check_untold(eve, app)
             assert f"exited with code 3{INSTEAD}" in json.dumps(eve.query("explain", app))
         browser = Browser(make_app(Sources(ledger, site.socket)))
         for address in (*ADDRESSES, f"/apps/{app}", f"/apps/{app}.0-a0"):
@@ -88,8 +93,4 @@ def test_what_a_save_function_raises_is_told_to_its_owner_only(tmp_path: Path) -
                 assert time.monotonic() < by
                 time.sleep(0.05)
             assert PRINTED in json.dumps(owner.query("explain", app))
-            for kind in QUESTIONS:
-                target = "owner" if kind in ("shares", "report") else ""
-                assert PRINTED not in json.dumps(eve.query(kind, target)), kind  # type: ignore[arg-type]
-            for name in (app, f"{app}.0", f"{app}.0-a0", "GPU-sim-n1-0", "n1"):
-                assert PRINTED not in json.dumps(eve.query("explain", name)), name
+            check_untold(eve, app)

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import pwd
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from node_agent.workers.ssh_server import SERVER_FOLDERS
 from protocol import exit_codes
 from tests.support.patience import PATIENCE_S
+from tests.support.up_site import PROGRAM, running_up
 
 HAS_SERVER = any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS)
 pytestmark = [
@@ -23,7 +22,6 @@ pytestmark = [
     pytest.mark.full,
 ]
 
-PROGRAM = (sys.executable, "-m", "gpu_arbiter")
 #: Variables that no line of a configuration of sshd could carry.
 VARIABLES = {"LINES_OF_TEXT": "one\n two", "QUOTED": 'it\'s "so" \\n $HOME # %h'}
 
@@ -37,13 +35,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def site(environment: dict[str, str]) -> Iterator[None]:
-    command = [*PROGRAM, "up", "--fresh", "--gpus", "simulated:8"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "gpu-arbiter is up" in process.stderr.readline()
+    with running_up(environment):
         yield
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 0
 
 
 def ask(environment: Mapping[str, str], *words: str) -> subprocess.CompletedProcess[str]:

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +16,10 @@ import pytest
 from protocol import exit_codes
 from tests.support.patience import PATIENCE_S
 from tests.support.screen import WHY_NOT, Screen, screen
+from tests.support.up_site import PROGRAM, running_up
 
 pytestmark = [pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT), pytest.mark.full]
 
-PROGRAM = (sys.executable, "-m", "gpu_arbiter")
 GA = " ".join(PROGRAM)
 #: A shell on the node, whose prompt is ``there:``.
 SHELL = "env 'PS1=there: ' bash --norc --noprofile"
@@ -35,13 +34,8 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def site(environment: dict[str, str]) -> Iterator[None]:
-    command = [*PROGRAM, "up", "--fresh", "--gpus", "simulated:8"]
-    with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert "gpu-arbiter is up" in process.stderr.readline()
+    with running_up(environment):
         yield
-        process.send_signal(signal.SIGINT)
-        assert process.wait(PATIENCE_S) == 0
 
 
 @pytest.fixture
