@@ -52,7 +52,7 @@ from node_agent.workers.containment import (
     owner_of,
 )
 from node_agent.workers.manager import SHIM, Settings, Workers
-from node_agent.workers.records import Exit
+from node_agent.workers.records import Exit, Started
 from node_agent.workers.storage import Storage
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, TaskId
 from tests.support.patience import PATIENCE_S
@@ -423,6 +423,22 @@ async def test_a_process_that_ran_away_from_a_task_with_a_killed_supervisor_is_f
         os.kill(site.shim(), signal.SIGKILL)
         await site.event(WorkerGone)
         assert is_gone(runaway)
+
+
+async def test_workers_are_ended_though_one_of_them_is_dropped_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with bench(tmp_path) as site:
+        await site.start("import time; time.sleep(120)")
+        shim, kill = site.shim(), Workers._kill_all
+
+        def dropped_first(self: Workers, task: TaskId, started: Started) -> None:
+            self._drop(task)
+            kill(self, task, started)
+
+        monkeypatch.setattr(Workers, "_kill_all", dropped_first)
+        await site.workers.end()
+        assert is_gone(shim)
 
 
 @pytest.fixture(params=["short", "deep"])
