@@ -504,16 +504,18 @@ class Ledger:
         query = "SELECT app, tenant, sum(lost_gpu_s) FROM losses WHERE at >= ? AND at < ? GROUP BY app, tenant"
         return [(app, tenant, lost) for app, tenant, lost in self._tables.read(query, (start, end))]
 
-    def first_stretch(self, *, default: float, live: Sequence[StretchRecord] = ()) -> float:
-        """Return when the first stretch began, those that are `live` included; `default` if there is none."""
+    def first_moment(self, *, default: float, live: Sequence[StretchRecord] = ()) -> float:
+        """Return when the first stretch began, those that are `live` included, or work was lost; `default` if never."""
         ((end,),) = self._tables.read('SELECT min("end") FROM stretches')
         # The one that began first ended before any could that began after the end of another one.
         ((first,),) = self._tables.read(
             'SELECT min(start) FROM stretches WHERE "end" <= ?',
             (0.0 if end is None else end + self.longest_stretch_s() + 1.0,),
         )
-        starts = [each.start for each in live] + ([] if first is None else [float(first)])
-        return min(starts, default=default)
+        # A lease that a journal without its end knows anew has no stretch before, but work of it may be lost.
+        ((lost,),) = self._tables.read("SELECT min(at) FROM losses")
+        told = [float(each) for each in (first, lost) if each is not None]
+        return min([*(each.start for each in live), *told], default=default)
 
     def stretches_of(self, app: AppId) -> Sequence[StretchRecord]:
         """Return the stretches of an app that are over, in the order of time."""

@@ -54,7 +54,7 @@ class Report(Struct, frozen=True):
 
     def rows(self, ledger: Ledger) -> list[ReportRow]:
         """Return its rows, by period and name: one for each name with GPU time or losses. It may take a second."""
-        edges = self.edges or (ledger.first_stretch(default=self.now, live=self.live), inf)
+        edges = self.edges or (ledger.first_moment(default=self.now, live=self.live), inf)
         live = [each for each in self.live if not ledger.has(each)]  # one may have ended at that very moment
         longest_s = ledger.longest_stretch_s() + 1.0
         return [row for start, end in pairwise(edges) for row in self._period(ledger, live, start, end, longest_s)]

@@ -387,7 +387,7 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
     first, last = stretch("l1", 10.0, 20.0), stretch("l1", 20.0, 26.0, part=0.5, draining=True)
     other = stretch("l2", 12.0, 30.0, app="bob-1", gpu="f")
     with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
-        assert ledger.first_stretch(default=5.0) == 5.0
+        assert ledger.first_moment(default=5.0) == 5.0
         for record in (last, other, first, LOSS):
             ledger.write(record)
         ana, bob = ("ana-1", "of ana-1"), ("bob-1", "of bob-1")
@@ -397,8 +397,10 @@ def test_the_ledger_sums_gpu_time_of_any_period(store: Store) -> None:
         assert ledger.gpu_time(30.0, 40.0, known=99.0) == []
         assert ledger.lost(0.0, 50.0) == []
         assert ledger.lost(50.0, inf) == [("ana-1", "vision", 7.5)]
-        assert ledger.first_stretch(default=5.0) == 10.0
-        assert ledger.first_stretch(default=5.0, live=[stretch("l3", 8.0, 9.0)]) == 8.0
+        assert ledger.first_moment(default=5.0) == 10.0
+        assert ledger.first_moment(default=5.0, live=[stretch("l3", 8.0, 9.0)]) == 8.0
+        ledger.write(replace(LOSS, at=9.5))
+        assert ledger.first_moment(default=5.0) == 9.5, "work was lost before the first stretch"
         assert ledger.has(stretch("l1", 20.0, 27.0))
         assert not ledger.has(stretch("l1", 20.0, 25.0))
         assert ledger.gpu_time(24.0, 99.0, known=99.0) == [(*ana, 1.0, 1.0), (*bob, 6.0, 0.0)]

@@ -162,7 +162,7 @@ def ledger_served(path: Path) -> Iterator[Served]:
     """Serve the pages of a ledger whose site is over: no arbiter answers."""
     with _served(Sources(path, path.parent / "no.sock")) as address, closing(Ledger.reader(path)) as ledger:
         (last,) = ledger.stretches_between(0.0, inf, limit=1)
-        period = [datetime.fromtimestamp(at, UTC).isoformat() for at in (ledger.first_stretch(default=0.0), last.end)]
+        period = [datetime.fromtimestamp(at, UTC).isoformat() for at in (ledger.first_moment(default=0.0), last.end)]
         whole = urlencode({"from": period[0], "to": period[1]})
         yield Served(address, {**pages_of(ledger), "timeline": f"/timeline?{whole}"})
 
