@@ -377,7 +377,10 @@ async def test_doctor_has_a_task_try_to_escape_and_names_each_try_that_leads_out
         ((name, (verdict, found)),) = (await asyncio.to_thread(isolation)).items()
         assert (name, verdict) == ("isolation", "ok"), found
         assert "could get at none of: address, sockets, launcher, signal, environ, files" in found
-        assert "No such file" in there.run("sh", "-c", "ls -d /tmp/gpu-arbiter-*", check=False), "it leaves nothing"
+        # Other tests of this machine have folders of such names there, too.
+        assert there.run("find", "/tmp", "-maxdepth", "1", "-name", "gpu-arbiter-*", "-user", "alice") == "", (
+            "it cleans up"
+        )
         opening = (
             "chmod 644 /etc/gpu-arbiter/node.url",
             f"chmod 755 {RUNTIME}/whole/sockets",
