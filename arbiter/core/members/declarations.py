@@ -4,8 +4,8 @@ The GPU time left that an app reports first, with what it has had by then, is it
 none as long as nothing is known of the time of its mini-batches. A later report does not replace it: an app that told
 too little would tell a little more each time, and never be held to anything. When an app finishes, its declaration and
 the GPU time it had are added to those of its owner. Apps that are cancelled or fail do not count: they end before what
-they declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease there
-is of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
+they declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease
+there is of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
 
 *Source:* ours.
 """
