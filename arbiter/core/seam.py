@@ -158,7 +158,6 @@ class AppView(Struct, frozen=True):
     left_gpu_s: float | None = None  #: and the GPU-seconds that takes
     left_at: float = 0.0
     declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
-    declaration_stands: bool = False  #: it said so when its times had been measured first; else it is a guess
     overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
     loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
     served_gpu_s: float = 0.0  #: GPU-seconds of its leases that are over

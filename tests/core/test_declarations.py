@@ -22,19 +22,28 @@ def app_of(site: Site, name: str) -> App:
     return site.arbiter.state.apps[AppId(name)]
 
 
-def test_a_declaration_is_a_guess_until_it_is_measured_and_then_stands() -> None:
+@pytest.mark.parametrize("basis", ["guess", "declared", "measured"])
+def test_what_an_app_told_first_stands_whatever_it_calls_its_grounds(basis: str) -> None:
     site = site_of()
-    site.app("ana-1", left_s=900.0, left_gpu_s=900.0, basis="declared")
-    assert (app_of(site, "ana-1").declared_gpu_s, app_of(site, "ana-1").declaration_stands) == (900.0, False)
+    site.app("ana-1", basis="guess")
     site.wait(5.0)
     granted_at = site.now - 5.0
-    site.app("ana-1", left_s=500.0, left_gpu_s=500.0, basis="measured")
+    site.app("ana-1", left_s=500.0, left_gpu_s=500.0, basis=basis)
     declared_gpu_s = app_of(site, "ana-1").declared_gpu_s
     assert declared_gpu_s == pytest.approx(500.0 + site.now - granted_at)
-    assert app_of(site, "ana-1").declaration_stands
-    site.wait(5.0)
-    site.app("ana-1", left_s=2000.0, left_gpu_s=2000.0, basis="measured")
-    assert app_of(site, "ana-1").declared_gpu_s == declared_gpu_s
+    for left_s in (2000.0, 100.0):
+        site.wait(5.0)
+        site.app("ana-1", left_s=left_s, left_gpu_s=left_s, basis="measured")
+        assert app_of(site, "ana-1").declared_gpu_s == declared_gpu_s
+
+
+def test_where_gpus_are_shared_no_app_is_held_to_a_declaration() -> None:
+    site = site_of()
+    site.app("ana-1", left_s=500.0, left_gpu_s=500.0)
+    assert app_of(site, "ana-1").declared_gpu_s == 500.0
+    site.lead(replace(SETTINGS, lease_s=1000.0, sharing="timeslice"))
+    site.app("ana-1", left_s=400.0, left_gpu_s=400.0)
+    assert app_of(site, "ana-1").declared_gpu_s == 0.0
 
 
 def test_an_app_that_does_not_say_what_is_left_declares_nothing() -> None:

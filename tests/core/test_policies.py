@@ -291,6 +291,25 @@ def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
     assert outcomes["o-0"].gpus == ()
 
 
+@pytest.mark.parametrize("tenants_first", [False, True])
+def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tenants_first: bool) -> None:
+    liar, honest = apps_with(9.0, 4.0)
+    liar = replace(liar, served_gpu_s=250.0, declared_gpu_s=100.0)
+    view = view_of(gpus_of(1), [liar, honest])
+
+    def bidders(excess: float, had_gpu_s: float = 250.0) -> Sequence[AppId]:
+        seen = replace(view, apps=(replace(liar, served_gpu_s=had_gpu_s), honest))
+        return Themis(Settings(tenants_first=tenants_first, excess=excess)).bidders(seen)
+
+    assert bidders(excess=math.inf) == bidders(excess=2.6) == (liar.app,)
+    assert bidders(excess=2.0) == (honest.app,), "9 over 2.5 is less than 4"
+    assert bidders(excess=2.0, had_gpu_s=200.0) == (liar.app,), "it has had no more than twice what it declared"
+    outcomes = play(view)
+    assert "did not bid, its rho 3.6 (9 less as many times as it has had the GPU time that it declared)" in (
+        outcomes[liar.app].reason
+    )
+
+
 def test_a_bid_by_an_app_that_was_not_asked_is_ignored() -> None:
     view = view_of(gpus_of(1), apps_with(9.0, 1.0))
     bids = {app.app: linear_bid(app, 1) for app in view.apps}

@@ -1,9 +1,11 @@
 """What apps declared that they would take, beside what they took: a policy can hold an owner to it (`AppView.overrun`).
 
-The GPU time left that an app reports first, with what it has had by then, is its declaration. Until the time of a
-mini-batch is measured it is a guess, which the next report replaces. When an app finishes, its declaration and the GPU
-time it had are added to those of its owner. Apps that are cancelled or fail do not count: they end before what they
-declared, and would hide what others took beyond it.
+The GPU time left that an app reports first, with what it has had by then, is its declaration, for good. An app reports
+none as long as nothing is known of the time of its mini-batches. A later report does not replace it: an app that told
+too little would tell a little more each time, and never be held to anything. When an app finishes, its declaration and
+the GPU time it had are added to those of its owner. Apps that are cancelled or fail do not count: they end before what
+they declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease
+there is of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
 
 *Source:* ours.
 """
@@ -33,11 +35,12 @@ def overrun(state: State, owner: str) -> float:
 
 
 def note(turn: Turn, app: App) -> App:
-    """Return an app that has just reported with its declaration, which is for good once it is measured."""
-    if app.declaration_stands or app.left_gpu_s is None:
+    """Return an app that has just reported with its declaration; 0 where GPUs are shared."""
+    if turn.state.settings.sharing != "exclusive":
+        return replace(app, declared_gpu_s=0.0)
+    if app.declared_gpu_s or app.left_gpu_s is None:
         return app
-    declared_gpu_s = _had_gpu_s(turn, app) + app.left_gpu_s
-    return replace(app, declared_gpu_s=declared_gpu_s, declaration_stands=app.basis == "measured")
+    return replace(app, declared_gpu_s=_had_gpu_s(turn, app) + app.left_gpu_s)
 
 
 def compare(turn: Turn, app: App) -> None:

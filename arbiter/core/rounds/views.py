@@ -201,7 +201,6 @@ def _look_at(
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
         declared_gpu_s=app.declared_gpu_s,
-        declaration_stands=app.declaration_stands,
         overrun=app.overrun,
         loss_drop=app.loss_drop,
         served_gpu_s=app.tally.gpu_seconds,

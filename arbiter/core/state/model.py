@@ -450,7 +450,6 @@ class App(Struct, frozen=True):
     left_gpu_s: float | None = None
     left_at: float = 0.0  #: when it said so
     declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
-    declaration_stands: bool = False  #: that is what it said first after its times had been measured; else a guess
     overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
     loss_drop: float = 0.0
     sizes: tuple[int, ...] = ()

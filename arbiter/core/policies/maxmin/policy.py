@@ -173,7 +173,6 @@ class _Told(NamedTuple):
     demand_max: Figures
     gang: Figures
     declared_gpu_s: Figures
-    declaration_stands: Figures
     overrun: Figures
 
 
@@ -198,7 +197,7 @@ def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Se
     left = np.where(silent, guess, told.left_gpu_s - since * np.minimum(told.leases, told.demand_max))
     left = np.maximum(LEFT_MIN_S, left)
     declared = np.maximum(LEFT_MIN_S, told.declared_gpu_s)
-    beyond = (told.declaration_stands > 0.0) & (had + left > excess * declared)
+    beyond = (told.declared_gpu_s > 0.0) & (had + left > excess * declared)
     usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
     left_gpu_s = np.maximum(left, usual - had)
     total = had + left_gpu_s

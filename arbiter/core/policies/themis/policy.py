@@ -13,6 +13,10 @@ apps of its tenant alone: finish-time fairness within tenants, long-term GPU-tim
 default: otherwise a tenant of many apps takes the GPUs that are due to a tenant of few. The paper knows no tenants; on
 a site with one tenant the setting has no effect.
 
+The rho that an app tells decides whether it bids, and the less it says that it takes in all, the greater is its rho. So
+an app that has had more than `excess` times the GPU time that it declared comes to bid by a rho that is as many times
+less. The auction itself is the same, if all rho of a bid are so many times greater.
+
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes them: its training goes on without its agent.
 
@@ -68,10 +72,13 @@ class Settings(PolicySettings, frozen=True):
     #: rule.
     leftover: str = "bidders"
     tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
+    #: An app that has had so many times the GPU time that it declared bids later, as if its rho were less. inf: none.
+    excess: float = 2.0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         require(0.0 <= self.fairness_knob <= 1.0, "fairness_knob", self.fairness_knob, "from 0 to 1")
+        require(self.excess > 1.0, "excess", self.excess, "a number above 1")
         require(self.leftover in LEFTOVER, "leftover", f'"{self.leftover}"', f"one of {', '.join(LEFTOVER)}")
 
 
@@ -99,7 +106,7 @@ class Themis(Policy):
         for app in able:
             by_tenant.setdefault(app.tenant, []).append(app)
         if len({app.tenant for app in view.apps}) > 1 and not _some_stay(view):
-            of_gpus = frozenset(_split(view).values())
+            of_gpus = frozenset(_split(view, self._settings.excess).values())
             by_tenant = {tenant: apps for tenant, apps in by_tenant.items() if tenant in of_gpus}
         chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps)}
         return tuple(app.app for app in view.apps if app.app in chosen)
@@ -109,7 +116,10 @@ class Themis(Policy):
             return ()
         # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
         count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
-        order = ranked(view.seed, able, key=lambda app: -_rho(app), name=lambda app: app.app, purpose="cutoff")
+        excess = self._settings.excess
+        order = ranked(
+            view.seed, able, key=lambda app: -_rho(view, app, excess), name=lambda app: app.app, purpose="cutoff"
+        )
         return tuple(app.app for app in islice(order, count))
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
@@ -126,7 +136,7 @@ class Themis(Policy):
         all_told = view.tells_all
         explaining = Budget.of(EXPLAINING * budget_ms if all_told and view.explains else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
-        round_ = _Round(view, offered, entry, settlement, why_lost)
+        round_ = _Round(view, offered, entry, settlement, why_lost, self._settings.excess)
         if self._settings.leftover == "worst-off":
             round_.deal_to_worst_off()
         else:
@@ -168,10 +178,17 @@ class _Round:
     """One auction's aftermath: leftovers and reasons."""
 
     def __init__(
-        self, view: View, offered: frozenset[AppId], entry: Entry, settlement: Settlement, losses: Mapping[AppId, Loss]
+        self,
+        view: View,
+        offered: frozenset[AppId],
+        entry: Entry,
+        settlement: Settlement,
+        losses: Mapping[AppId, Loss],
+        excess: float,
     ) -> None:
         self.deal = Deal(view)
         self._view = view
+        self._excess = excess
         self._offered = offered
         self._number = {bidder.app: number for number, bidder in enumerate(entry.bidders)}
         self._bidders = {bidder.app: bidder for bidder in entry.bidders}
@@ -201,7 +218,8 @@ class _Round:
         """Give one gang at a time to each app that has told its rho, the greatest first, whether it bid or not."""
         self._way = "in order of rho"
         apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
-        waiting = sorted((app for app in apps if app.rho is not None), key=lambda app: (-_rho(app), app.app))
+        answered = (app for app in apps if app.rho is not None)
+        waiting = sorted(answered, key=lambda app: (-_rho(self._view, app, self._excess), app.app))
         while waiting:
             waiting = [app for app in waiting if self._give_one_gang(app)]
         self._renew(apps)
@@ -303,7 +321,10 @@ class _Round:
         if app.rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "no app"
-        return f"did not bid, its rho {app.rho:.4g} being {self._cutoff}; the auction's GPUs went to {winners}"
+        counted, why = _rho(self._view, app, self._excess), ""
+        if counted < app.rho:
+            why = f" ({app.rho:.4g} less as many times as it has had the GPU time that it declared)"
+        return f"did not bid, its rho {counted:.4g}{why} being {self._cutoff}; the auction's GPUs went to {winners}"
 
     @property
     def rest(self) -> str:
@@ -312,7 +333,8 @@ class _Round:
 
     @cached_property
     def _cutoff(self) -> str:
-        rhos = [_rho(app) for app in self._view.apps if app.app in self._offered and app.rho is not None]
+        bidders = [app for app in self._view.apps if app.app in self._offered and app.rho is not None]
+        rhos = [_rho(self._view, app, self._excess) for app in bidders]
         return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
 
     def _leftover_clause(self, app: AppView) -> str:
@@ -336,7 +358,7 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
     The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
     greatest rho; the sum of each tenant's apps is its part.
     """
-    owner = _split(view)
+    owner = _split(view, settings.excess)
     tenants = sorted({app.tenant for app in view.apps})
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
     shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
@@ -362,13 +384,13 @@ def _some_stay(view: View) -> bool:
     return any(app.renewable and app.requirements.kind == "interactive" for app in view.apps)
 
 
-def _split(view: View) -> dict[GpuId, TenantId]:
+def _split(view: View, excess: float) -> dict[GpuId, TenantId]:
     """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
     standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
 
     def worth(app: AppView) -> float:
-        return -app.rho if app.rho is not None else math.inf
+        return -_rho(view, app, excess) if app.rho is not None else math.inf
 
     for app, gpus_max in tenant_by_tenant(view, selection, standings, worth):
         selection.take(app, gpus_max)
@@ -472,6 +494,10 @@ def _content(app: AppView) -> str:
     return f"wants no more than the {gpus(len(app.kept))} it keeps"
 
 
-def _rho(app: AppView) -> float:
+def _rho(view: View, app: AppView, excess: float) -> float:
+    """Return the rho by which an app comes to bid: less by so many times as it has had more than it declared."""
     assert app.rho is not None, f"{app.app} has not answered"
-    return app.rho
+    had_gpu_s = view.served_gpu_s(app)
+    if not app.declared_gpu_s or had_gpu_s <= excess * app.declared_gpu_s:
+        return app.rho
+    return app.rho * app.declared_gpu_s / had_gpu_s
