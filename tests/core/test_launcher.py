@@ -22,7 +22,7 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Reply, Start
+from node_agent.launcher.requests import Drive, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
 from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Records
@@ -321,6 +321,54 @@ def test_a_request_of_any_other_shape_is_no_request(site: Site) -> None:
     for line in (b"{}", b"[]", b'{"type":"start"}', b'{"type":"signal","key":"../x","how":"kill"}', b"\xff"):
         with pytest.raises(msgspec.DecodeError):
             site.launcher.answer(line, [], lambda reply: None)
+
+
+# --- the driver's checkpoint ----------------------------------------------------------------------------------------
+
+OF_TASK = """MainPID=7
+ControlGroup=/a.slice/task.service
+User=nobody
+DeviceAllow=/dev/null rw
+DeviceAllow=/dev/zero rw
+"""
+
+
+class TaskAndHelper(Systemd):
+    """Knows the unit of a task, and starts nothing either."""
+
+    def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if command[:2] == ["systemctl", "show"]:
+            return subprocess.CompletedProcess(list(command), 0, OF_TASK, "")
+        return super().__call__(command)
+
+
+def drive(site: Site, *pids: int) -> tuple[str, list[list[str]]]:
+    """Why the driver was not asked for these processes, and what was to be started for it; 7 is one of the task's."""
+    for pid, group in {7: "/a.slice/task.service", 8: "/a.slice/task.service", 9: "/a.slice/other.service"}.items():
+        (site.folder / f"proc/{pid}").mkdir(parents=True, exist_ok=True)
+        (site.folder / f"proc/{pid}/cgroup").write_text(f"0::{group}\n")
+    systemd = TaskAndHelper()
+    launcher = Launcher(site.config, Units(systemd, site.folder / "proc"))
+    line = msgspec.json.encode(Drive("0a0a0a0a-0a0a0a0a0a0a0a0a", "suspend", 5.0, pids, 1.0)) + b"\n"
+    with pytest.raises((Refused, UnitError)) as refused:
+        launcher.answer(line, [], lambda reply: None)
+    return str(refused.value), systemd.started
+
+
+@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,)])
+def test_the_driver_is_asked_for_no_process_but_the_tasks(site: Site, pids: tuple[int, ...]) -> None:
+    why, started = drive(site, *pids)
+    assert why.endswith("alone, and one of these is none")
+    assert started == []
+
+
+@needs_root
+def test_the_drivers_helper_has_the_user_and_the_devices_of_the_task_a_time_and_no_right(site: Site) -> None:
+    why, (line,) = drive(site, 7, 8)
+    assert "it refuses" in why
+    wanted = {"User=nobody", f"Group={NOBODY.pw_gid}", "DevicePolicy=closed", "NoNewPrivileges=yes"}
+    assert wanted | {"DeviceAllow=/dev/null rw", "DeviceAllow=/dev/zero rw", "RuntimeMaxSec=5.0"} <= set(line)
+    assert not [word for word in line if "Capabilities" in word]
 
 
 # --- devices, the supervisor's word ---------------------------------------------------------------------------------
