@@ -20,6 +20,8 @@ from msgspec.structs import replace
 
 pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
 
+from node_agent import config as node_config
+from node_agent.config import NodeConfig
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
 from node_agent.launcher.requests import Drive, Reply, Start
@@ -447,6 +449,19 @@ def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None
 def test_settings_that_would_give_root_away_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.check(replace(LauncherConfig(), **settings), "launcher.toml")
+
+
+NODE = NodeConfig(node="n1", gpus="nvml", launcher="/run/l.sock", runtime_dir="/run/n", driver_checkpoint="on")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mps", "all"), ("memory_dir", "/dev/shm/x"), ("containment", "cgroup"), ("gpus", "simulated:2")],
+)
+def test_settings_of_a_node_that_serve_one_user_only_are_refused_with_a_launcher(field: str, value: str) -> None:
+    node_config.check(NODE, "node.toml")
+    with pytest.raises(ConfigError, match=r"and launcher do not go together: .*; leave"):
+        node_config.check(replace(NODE, **{field: value}), "node.toml")
 
 
 def test_a_folder_of_keys_that_others_may_write_to_is_refused(site: Site) -> None:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -37,6 +38,7 @@ HAS_SSH_SERVER = any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS)
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 STATE = Path("/srv/node/state")
+OWN_GPU, OTHER_GPU = f"/dev/gpu-arbiter-own-{os.getpid()}", f"/dev/gpu-arbiter-other-{os.getpid()}"
 NUMBERS = count(1)
 
 
@@ -101,8 +103,21 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Hand]
     with launcher_host(folder / "h") as host:
         hand = Hand(folder)
         host.write(f"/etc/gpu-arbiter/gateways/{GATEWAY}.pub", hand.public.read_text())
-        host.start_launcher()
-        yield host, hand
+        host.start_launcher(devices=[OWN_GPU])
+        with gpu_files(host):
+            yield host, hand
+
+
+@contextmanager
+def gpu_files(host: Host) -> Iterator[None]:
+    """Make the files of two GPUs that no driver serves: to open one is refused, or leads to no device."""
+    numbers = {OWN_GPU: 8, OTHER_GPU: 9}
+    try:
+        for path, number in numbers.items():
+            host.run("mknod", "-m", "666", path, "c", "195", str(number))
+        yield
+    finally:
+        host.run("rm", "-f", *numbers)  # the folder is that of the host that runs the tests
 
 
 @pytest.fixture
@@ -298,6 +313,14 @@ async def test_links_and_files_of_a_user_are_opened_with_no_rights_but_the_users
     assert (await bench.ended(linked)).outcome == "failed"
     assert "cannot be written by bob on node n1" in (await bench.ended(led)).reason
     assert "No such file" in host.run("ls", "/home/alice/stolen", check=False)
+
+
+@pytest.mark.full
+async def test_a_task_opens_the_devices_of_its_lease_and_no_others(bench: Bench) -> None:
+    opening = {name: f"os.open({path!r}, os.O_RDWR)" for name, path in (("own", OWN_GPU), ("other", OTHER_GPU))}
+    assert await attempted(bench, "alice", opening) == {"own": "OSError", "other": "PermissionError"}
+    outside = bench.host.run("cat", OTHER_GPU, user="alice", check=False)
+    assert "No such device or address" in outside, "its bounds alone keep a task from it"
 
 
 # --- the driver's checkpoint ----------------------------------------------------------------------------------------
