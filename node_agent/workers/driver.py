@@ -32,11 +32,11 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from node_agent import procfs
 from node_agent.devices import DeviceBackend, DeviceError
@@ -189,16 +189,20 @@ class _Request(Struct, frozen=True, omit_defaults=True):
     moves: Mapping[GpuId, GpuId] | None = None
 
 
+#: A user may have a helper that a launcher has started say anything; what it says goes into reports.
+_Words = Annotated[str, Meta(max_length=2000)]
+
+
 class _Line(Struct, frozen=True):
     """A line of the helper: the operation that it is `at`, or with `ok` its answer."""
 
-    at: str = ""
+    at: _Words = ""
     pid: int = 0
     ok: bool | None = None
     state: Standing | None = None
     lost: bool = False
     again: bool = False
-    reason: str = ""
+    reason: _Words = ""
 
 
 class LaunchedHelpers:
@@ -356,6 +360,8 @@ class DriverCheckpointer:
                         if line.ok is not None:
                             return line, at
                         at = line.at
+            except (msgspec.DecodeError, ValueError):
+                log.warning("driver.garbled", do=request.do, pids=request.pids, at=at)
             except TimeoutError:
                 log.warning("driver.hung", do=request.do, pids=request.pids, at=at)
                 with suppress(ProcessLookupError):

@@ -318,8 +318,8 @@ def receive(place: str) -> Json:
     spec = json.loads(data)
     assert isinstance(spec, dict)
     spec["env"] = login_variables(spec["reader"]) | spec["env"]
-    if spec["bootstrap_dir"]:
-        paths = (spec["bootstrap_dir"], spec["env"].get("PYTHONPATH", ""))
+    if bootstrap_dir := spec.get("bootstrap_dir"):  # a launcher of the version before has put it there itself
+        paths = (bootstrap_dir, spec["env"].get("PYTHONPATH", ""))
         spec["env"]["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return spec
 

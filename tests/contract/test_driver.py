@@ -122,6 +122,26 @@ async def test_an_operation_may_be_repeated(checkpointer: Checkpointer, pids: tu
     assert await checkpointer.find(pids) == Found("running")
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        "no JSON",
+        '{"at": 7}',
+        '{"ok": true, "state": "gone"}',
+        f'{{"ok": false, "reason": "{"x" * 3000}"}}',
+        "x" * 70_000,
+    ],
+    ids=["text", "number", "state", "long reason", "long line"],
+)
+async def test_what_a_helper_of_a_user_says_is_read_within_bounds(tmp_path: Path, words: str) -> None:
+    (tmp_path / "words").write_text(f"{words}\n")
+    made = DriverCheckpointer(tmp_path, FIT, ("sh", "-c", f"cat {tmp_path}/words; exec sleep 0"))
+    found = await made.suspend((os.getpid(),), PATIENCE_S)
+    assert (found.ok, found.lost, "in 'start'" in found.reason) == (False, False, True)
+    assert len(found.reason) < 500
+    assert not (await made.find((os.getpid(),))).known
+
+
 # --- the driver's sequence ------------------------------------------------------------------------------------------
 
 

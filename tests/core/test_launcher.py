@@ -6,6 +6,7 @@ import ast
 import os
 import pwd
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from node_agent.launcher.config import LauncherConfig
 from node_agent.launcher.requests import Drive, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
+from node_agent.workers import shim
 from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Records
 from node_agent.workers.supervisors import _believed
 from protocol import warrants
@@ -422,6 +424,37 @@ def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_p
         assert Record(tmp_path).exit.finish is None
     path.write_bytes(bytes(EXIT_BYTES_MAX + 1))
     assert Record(tmp_path).exit is None
+
+
+RECEIVING = """
+import json, os, sys
+from node_agent.workers import shim
+spec = shim.receive(sys.argv[1])
+os.write(1, json.dumps(spec["env"]).encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [({"bootstrap_dir": "/boot"}, "/boot:/mine"), ({"bootstrap_dir": ""}, "/mine"), ({}, "/mine")],
+    ids=["a folder", "none", "of the version before"],
+)
+def test_a_task_begins_with_the_variables_of_a_login_then_its_own_and_the_bootstrap_folder_first(
+    tmp_path: Path, more: dict[str, str], path: str
+) -> None:
+    payload = {"reader": NOBODY.pw_name, "env": {"PYTHONPATH": "/mine", "LANG": "de", "SHELL": "/bin/own"}, **more}
+    out_read, out_write = os.pipe()
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", RECEIVING, f"{folder}/s"]):
+            with listener.accept()[0] as supervisor:
+                socket.send_fds(supervisor, [msgspec.json.encode(payload)], [out_write] * 4)
+            os.close(out_write)
+            with os.fdopen(out_read, "rb") as out:
+                env = msgspec.json.decode(out.read())
+    wanted = {"HOME": NOBODY.pw_dir, "USER": "nobody", "LOGNAME": "nobody", "LANG": "de", "SHELL": "/bin/own"}
+    assert env == wanted | {"PATH": shim.LOGIN_PATH, "PYTHONPATH": path}
 
 
 def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None:
