@@ -382,7 +382,7 @@ class Control:
         return msgspec.convert(self._ask(request, timeout_s=_patience(timeout_s)), Changes)
 
     def ping(self) -> dict[str, Any]:
-        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage", "release"}``."""
+        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage", "release", "signs"}``."""
         return dict(self._ask(PingRequest()))
 
     def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:
@@ -457,7 +457,7 @@ class AsyncControl:
         return msgspec.convert(reply, Changes)
 
     async def ping(self) -> dict[str, Any]:
-        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage", "release"}``."""
+        """Return ``{"owner", "tenant", "connected", "reached", "bus", "outage", "release", "signs"}``."""
         return dict(await self._ask(PingRequest()))
 
     async def _ask(self, request: Request, *, timeout_s: float | None = -1.0) -> Mapping[str, Any]:

@@ -204,10 +204,13 @@ def _refusal(sentence: str, code: int) -> bytes:
 
 
 class ControlServer:
-    """Where requests of the control socket meet the core: each waits for the effect that carries its number."""
+    """Where requests of the control socket meet the core: each waits for the effect that carries its number.
 
-    def __init__(self, host: AppHost, config: AppConfig) -> None:
-        self._host = host
+    `signs` tells that this daemon is a gateway, whose launches are signed.
+    """
+
+    def __init__(self, host: AppHost, config: AppConfig, *, signs: bool = False) -> None:
+        self._host, self._signs = host, signs
         self._config = config
         self._numbers = (f"q{prefix}-{number}" for prefix in [secrets.token_hex(4)] for number in count())
         self._replies: dict[str, asyncio.Future[Accepted | Declined | Answer]] = {}
@@ -292,6 +295,7 @@ class ControlServer:
                     "bus": self._bus.url,
                     "outage": self._told_outage(),
                     "release": release(),
+                    "signs": self._signs,
                 }
             case _ as never:
                 assert_never(never)

@@ -243,7 +243,7 @@ class Hosts:
         )
         journal = self._journals.enter_context(closing(open_journal(app)))
         host, clock = restored(journal, app)
-        control = ControlServer(host, app)
+        control = ControlServer(host, app, signs=True)
         shell: Shell[OwnEvent, OwnEffect] = Shell(
             _SigningHost(DatedHost(host), self._signer, owner),
             self._bus,

@@ -508,7 +508,7 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
     Raises
     ------
     ConfigError
-        If there should be a history of GPU time and there is none: everybody's would silently begin at nothing.
+        If there should be a history of GPU time and there is none: that of all owners would silently begin at nothing.
     """
     mend = 'bring the state folder back, or set history = "begin" for one start, if it is to begin at nothing'
     if history != "begin" and journal.last_seq == 0 and (history == "resume" or ledger.used()):

@@ -72,6 +72,8 @@ ESCAPES = {
     "sockets": ("find the sockets of other tasks", "chmod 711 this folder, which is runtime_dir of the node agent"),
     "launcher": ("connect to the launcher", "chmod 600 its socket, and have it owned by the node agent's user"),
 }
+#: Where tasks of all users run as one.
+LAUNCHER_MEND = "install a launcher on each node, and a gateway: docs/operations.md, Tasks as their users"
 
 Ctl = Callable[..., str]  #: has `rabbitmqctl` do something with these words; raises `Fault`
 
@@ -130,7 +132,7 @@ def checks(config: Path | None = None, ctl: Ctl | None = None) -> Iterator[Check
             yield from releases(word, str(met.get("release", "")))
             yield Check("store of the arbiter", "ok", "written to: the arbiter decides and answers")
             policy = str(client.query("shares")["policy"])
-            yield from isolation(client)
+            yield from isolation(client, signs=bool(met.get("signs", True)))
     except Fault as fault:
         yield Check("daemons", "fail", fault.sentence, fault.next_step)
     yield from brokers(bus, participants, ctl or rabbitmqctl)
@@ -350,8 +352,11 @@ def transport(bus: str) -> Iterator[Check]:
 # --- isolation --------------------------------------------------------------------------------------------------------
 
 
-def isolation(client: Client) -> Iterator[Check]:
-    """Have a task of this user's try to leave its bounds."""
+def isolation(client: Client, *, signs: bool) -> Iterator[Check]:
+    """Have a task of this user's try to leave its bounds, if a gateway `signs` it: else no launcher starts it."""
+    if not signs:
+        yield from unsigned(escape.addresses() if os.geteuid() else None)
+        return
     try:
         found = _attempt(client)
     except ControlError as error:
@@ -359,6 +364,18 @@ def isolation(client: Client) -> Iterator[Check]:
         yield Check("isolation", "note", f"not tried: {error.sentence}", mend)
         return
     yield from isolated(found)
+
+
+def unsigned(addresses: str | None) -> Iterator[Check]:
+    """Say what holds where no gateway signs launches; `addresses` are files with keys that this user can read here."""
+    found = (
+        "not tried, and no GPU was taken: no gateway signs what is submitted here, so it starts only on nodes without "
+        "a launcher, where tasks of all users run as one and can reach each other"
+    )
+    yield Check("isolation", "note", found, LAUNCHER_MEND)
+    if addresses:
+        done, mend = ESCAPES["address"]
+        yield Check("isolation: address", "fail", f"on this host this user could {done}: {addresses}", mend)
 
 
 def _attempt(client: Client) -> Escape:
@@ -408,7 +425,7 @@ def isolated(found: Escape) -> Iterator[Check]:
         sentence = (
             f"node {found.node} has no launcher: tasks of all users run as {found.user}, and can reach each other"
         )
-        yield Check("isolation", "note", sentence, "install one: docs/operations.md, Tasks as their users")
+        yield Check("isolation", "note", sentence, LAUNCHER_MEND)
     # Files of other users, such as the key of a broker, are closed to tasks without a launcher, too.
     led_out = {name: what for name, what in found.tries.items() if what and (alone or name == "address")}
     for name, what in led_out.items():

@@ -197,7 +197,10 @@ def _check_launcher(node: NodeConfig, source: str) -> None:
         "containment": (node.containment not in ("auto", "none"), "the launcher bounds each task"),
         "mps": (bool(node.mps), "a daemon of MPS serves one user only"),
         "memory_dir": (bool(node.memory_dir), "checkpoints in host memory are of the node agent's own user"),
-        "driver_checkpoint": (node.driver_checkpoint == "on", "the driver's helper has the node agent's own user"),
+        "driver_checkpoint": (
+            node.driver_checkpoint == "on" and str(node.gpus).startswith("simulated"),
+            "the node agent can stop no process of another user",
+        ),
     }
     for field, (is_set, reason) in why.items():
         if is_set:

@@ -55,10 +55,12 @@ from node_agent.core.events import (
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.activity import ActivityWatch
 from node_agent.devices.sampling import measure, open_backend
-from node_agent.workers.driver import Checkpointer, Result, open_checkpointer
+from node_agent.workers.containment import owner_of
+from node_agent.workers.driver import Checkpointer, LaunchedHelpers, Result, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from node_agent.workers.storage import Storage
+from node_agent.workers.supervisors import Launcher
 from protocol.bus import Bus
 from protocol.config import ConfigError
 from protocol.core import Send
@@ -129,7 +131,7 @@ async def _run(
 ) -> None:
     boot_id = procfs.boot_id()
     settings = _settings(config, boot_id, mps_gpus(config, backend))
-    checkpointer = open_checkpointer(backend, settings.state_dir)
+    checkpointer = open_checkpointer(backend, settings.state_dir, _launched(settings))
     facts = replace(_facts(config, memory, backend, boot_id), **await _driver_facts(config, checkpointer))
     core = _core(config, memory, facts)
     performer = Performer(memory, checkpointer)
@@ -191,6 +193,13 @@ def _workers(
         raise ConfigError(str(error)) from error
 
 
+def _launched(settings: Settings) -> LaunchedHelpers | None:
+    """Return what starts helpers for the driver where a launcher starts tasks."""
+    if settings.launcher is None:
+        return None
+    return LaunchedHelpers(Launcher(settings.launcher), owner_of(settings.state_dir))
+
+
 async def _driver_facts(config: NodeConfig, checkpointer: Checkpointer) -> dict[str, bool]:
     """Return whether the driver can checkpoint processes here, and restore them onto other GPUs."""
     why_not = await _probe(config, checkpointer)
@@ -201,8 +210,6 @@ async def _driver_facts(config: NodeConfig, checkpointer: Checkpointer) -> dict[
 
 async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
     """Say why the driver will not checkpoint processes here; empty if it can and may."""
-    if config.launcher:
-        return "tasks run as their users, whom the driver's helper cannot serve yet"
     real = not str(config.gpus).startswith("simulated")
     if config.driver_checkpoint == "off" or (config.driver_checkpoint == "auto" and not real):
         return f"driver_checkpoint is {config.driver_checkpoint}" + ("" if real else " and the GPUs are simulated")

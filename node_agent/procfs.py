@@ -81,6 +81,14 @@ def uid(pid: int) -> int | None:
         return None
 
 
+def cgroups(pid: int) -> str:
+    """Return the lines that name the control groups of a process, empty if it is gone."""
+    try:
+        return (PROC / str(pid) / "cgroup").read_text()
+    except OSError:
+        return ""
+
+
 def with_variable(name: str) -> dict[int, str]:
     """Return every living process of ours that was started with the environment variable `name`, with its value."""
     found: dict[int, str] = {}

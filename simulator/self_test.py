@@ -20,7 +20,7 @@ from simulator.run import INTERVAL_S, simulate
 from simulator.workload import AppPlan, JobPlan, Workload
 
 CLUSTER = "2x2"
-#: Apps of each tenant, of one GPU each. Whoever goes by apps gives the first three quarters of the GPUs.
+#: Apps of each tenant, of one GPU each. A policy that goes by apps gives the first tenant three quarters of the GPUs.
 APPS = {"self-test-many": 12, "self-test-few": 4}
 #: Leases after which the tenants are compared: the seats of a GPU that is taken late weigh little by then.
 LEASES = 24

@@ -71,8 +71,8 @@ class MissingHistory(ValueError):  # noqa: N818 - its name says what it is
 class Configured(Struct, frozen=True, tag=True):
     """Event: these settings hold from now on. Journaled, so that a replay decides as it was decided then.
 
-    `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that nobody
-    else can be on the bus. `restored` names the backup that the journal was restored from, with its age. See
+    `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that no
+    other process can be on the bus. `restored` names the backup that the journal was restored from, with its age. See
     `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
     """
 
@@ -113,7 +113,9 @@ class Arbiter:
         arbiter._index = Index(arbiter.state)
         if arbiter.state.epoch > 0 and arbiter.state.history.since is None:
             if not begin_history:
-                raise MissingHistory("the snapshot holds no history of GPU time, so everybody's would begin at nothing")
+                raise MissingHistory(
+                    "the snapshot holds no history of GPU time, so that of all owners would begin at nothing"
+                )
             arbiter._begin_history()
         arbiter._book_as_it_is()
         return arbiter

@@ -8,7 +8,7 @@
     parties/USER/            for the host of that daemon; broker.url names the other files
 
 A run computes the files that there are to be, from what was asked for and what is there, and only then writes them. A
-file that is there with another text than the last run gave it is somebody else's, and then nothing is written.
+file that is there with another text than the last run gave it is not this command's, and then nothing is written.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def _merged(before: Record, wishes: Wishes) -> Record:
     removable = {*before.users, *(host.name for host in before.hosts)} - {ARBITER.user}
     if not gone <= removable:
         name = min(gone - removable)
-        mend = f"one of these may go: {', '.join(sorted(removable))}" if removable else "nobody is in it yet"
+        mend = f"one of these may go: {', '.join(sorted(removable))}" if removable else "it has no participant yet"
         raise usage(f"--remove: {name} is no node, owner, gateway or broker of this site", mend)
 
     def together(role: str, old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:

@@ -37,7 +37,7 @@ HEADERS = {
 }
 #: Names of this host that a browser may have used, where only this host can connect.
 LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
-#: Headers that a proxy adds: whoever asked it may be on any host, whatever the proxy calls us.
+#: Headers that a proxy adds: the browser that asked it may be on any host, whatever name the proxy has for this one.
 FORWARDING = ("forwarded", "via", "x-real-ip", "x-forwarded-for", "x-forwarded-host", "x-forwarded-proto")
 COOKIE = "gpu_arbiter_token"
 #: Addresses that tell nothing of the site, and need no token.

@@ -66,7 +66,7 @@ class Sources:
     def ask(self, kind: QueryKind, target: str = "", *, patience_s: float = PATIENCE_S, **more: Any) -> dict[str, Any]:
         """Return the arbiter's answer (`launch.client.Client.query`) without what tasks have printed.
 
-        The arbiter tells this process what the user may see for whom it asks, and its readers may be anybody. It must
+        The arbiter tells this process what the user may see for whom it asks, and its readers may be any users. It must
         be the one that writes the ledger: a page of two sites would be a lie.
 
         Raises

@@ -3,7 +3,7 @@
 A request to start a task comes with four descriptors, in this order: the log (for appending), the record of the end,
 the lock of the record, and the pipe for the first line; a fifth for a task with a terminal is the socket at which
 its owner comes to it. The task's supervisor gets them as they are, so that no user needs a path into the node agent's
-folders.
+folders. Likewise a request to ask the driver comes with the pipe for the answer.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSp
 REQUEST_BYTES_MAX = 2**23
 DESCRIPTORS = 4
 DESCRIPTORS_MAX = 5
+#: The longest that an operation of the driver may take: a day.
+DRIVE_S_MAX = 86_400.0
 #: Of node agents on this node by their state directories, and of their tasks; see `node_agent.workers.containment`.
 Owner = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$")]
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}-[0-9a-f]{16}$")]
@@ -58,6 +60,19 @@ class Living(Struct, frozen=True, tag="living", forbid_unknown_fields=True):
     owner: Owner
 
 
+class Drive(Struct, frozen=True, tag="drive", forbid_unknown_fields=True):
+    """Have the driver suspend or resume these processes of a task, or find their state, within `timeout_s` seconds.
+
+    The pipe for the answer comes with it; see `node_agent.workers.driver_helper`.
+    """
+
+    key: Key
+    do: Literal["suspend", "resume", "find"]
+    timeout_s: Annotated[float, Meta(gt=0, le=DRIVE_S_MAX)]
+    pids: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    lock_s: Annotated[float, Meta(ge=0, le=DRIVE_S_MAX)] = 0.0
+
+
 class Reply(Struct, frozen=True, omit_defaults=True):
     """The answer: `error` is empty or a sentence; the supervisor of a task that was started; keys of living tasks."""
 
@@ -79,7 +94,8 @@ class Payload(Struct, frozen=True):
     reader: str  #: the user, for sentences
     node: str
     terminal: bool = False
+    bootstrap_dir: str = ""  #: of the launcher's settings
     cgroup: str = "own"
 
 
-Request = Start | Signal | Reopen | Living
+Request = Start | Signal | Reopen | Living | Drive

@@ -10,6 +10,9 @@ user, and on which GPUs it may. The launcher starts it once, and soon:
 4. The task's supervisor (`node_agent.workers.shim`) runs as the user, in a unit of its own. It is no child of the node
    agent or of this service, so a restart of either does not touch it.
 
+For a task that runs it also starts the helper that has the driver checkpoint it: as the user, in a unit with the
+devices of the task and a time.
+
 It holds no state but the marks. Each connection is one request, answered in a thread of its own.
 """
 
@@ -35,28 +38,22 @@ import msgspec
 
 from node_agent.launcher import requests
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Living, Payload, Reopen, Reply, Request, Signal, Start
-from node_agent.launcher.units import UnitError, Units, allowing, device_files
+from node_agent.launcher.requests import Drive, Living, Payload, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.units import UnitError, Units, allowing, device_files, unit
 from protocol import warrants
 from protocol.config import ConfigError
 from protocol.messages import LaunchSpec, Warrant, device_of
 from protocol.worker import ENVIRONMENT
 
-SHIM = Path(__file__).parents[1] / "workers/shim.py"
-#: For the node agent to send a request, and for a supervisor to connect once its unit is started.
+WORKERS = Path(__file__).parents[1] / "workers"
+SHIM, HELPER = ("-I", "-S", str(WORKERS / "shim.py")), ("-I", str(WORKERS / "driver_helper.py"))
+#: For the node agent to send a request, and for a program to connect once its unit is started.
 PATIENCE_S = 30.0
 CONNECTIONS_MAX = 64
 #: The variables that a node agent may give a task: those of the worker contract, and for virtual GPUs. None of them
 #: names code that the task would load, or a folder in which it would remove files.
-VIRTUAL = {
-    "MALLOC_MMAP_THRESHOLD_",
-    "MALLOC_TRIM_THRESHOLD_",
-    "THP_MEM_ALLOC_ENABLE",
-    "OMP_NUM_THREADS",
-    "MKL_NUM_THREADS",
-}
-NODE_VARIABLES = ENVIRONMENT.keys() - {"GPU_ARBITER_MEMORY_DIR"} | VIRTUAL
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+VIRTUAL = "MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ THP_MEM_ALLOC_ENABLE OMP_NUM_THREADS MKL_NUM_THREADS"
+NODE_VARIABLES = (ENVIRONMENT.keys() - {"GPU_ARBITER_MEMORY_DIR"}).union(VIRTUAL.split())
 
 
 class Refused(Exception):  # noqa: N818 - an expected no, told as a sentence
@@ -114,6 +111,8 @@ class Launcher:
             case Reopen(key, gpus):
                 self._units.reopen(key, device_files(set(map(device_of, gpus)), self._config.devices))
                 answer(Reply())
+            case Drive() as drive:
+                self._drive(drive, descriptors, answer)
             case Living(owner):
                 answer(Reply(keys=tuple(self._units.living(owner))))
 
@@ -125,19 +124,40 @@ class Launcher:
             raise Refused(f"a task needs {needed} descriptors, and {len(descriptors)} came")
         _give_log(descriptors[0], self.node_uid, user.pw_gid)
         mark = self._mark(start)
-        with ExitStack() as held, ExitStack() as undoing:
+        with ExitStack() as undoing:
             undoing.callback(mark.unlink)
-            path = self._starts / f"{start.key}.sock"
-            listener = held.enter_context(_listening(path, user.pw_uid))
-            command = [sys.executable, "-I", "-S", str(SHIM), str(path)]
-            self._units.start(start.key, user.pw_name, user.pw_gid, self._properties(start), command)
-            undoing.callback(self._units.end, start.key)
-            supervisor = held.enter_context(self._accept(start.key, listener, user.pw_uid))
-            undoing.pop_all()  # from here on something of the user's may run
-            pid = _peer(supervisor)[0]
-            answer(Reply(shim=pid, shim_ticks=_start_ticks(pid)))
-            _hand_over(supervisor, self._payload(start, user), descriptors)
+            with self._begun(start.key, user, self._properties(start), SHIM) as supervisor:
+                undoing.pop_all()  # from here on something of the user's may run
+                pid = _peer(supervisor)[0]
+                answer(Reply(shim=pid, shim_ticks=_start_ticks(pid)))
+                _hand_over(supervisor, self._payload(start, user), descriptors)
         _log("task.started", task=f"{start.job}-a{start.attempt}", user=user.pw_name, unit=start.key, shim=pid)
+
+    @contextmanager
+    def _begun(
+        self, key: str, user: pwd.struct_passwd, properties: Sequence[str], program: Sequence[str]
+    ) -> Iterator[socket.socket]:
+        """Start a program of ours as `user` in a unit, and yield its connection; without one the unit is ended."""
+        with _listening(path := self._starts / f"{key}.sock", user.pw_uid) as listener, ExitStack() as undoing:
+            self._units.start(key, user.pw_name, user.pw_gid, properties, [sys.executable, *program, str(path)])
+            undoing.callback(self._units.end, key)
+            with self._accept(key, listener, user.pw_uid) as connection:
+                undoing.pop_all()
+                yield connection
+
+    def _drive(self, drive: Drive, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
+        """Start the helper for the driver as the user of a task that runs, with the devices of that task.
+
+        It has no right of root's, so the kernel keeps it from the processes of other users.
+        """
+        task = self._units.standing(drive.key)
+        if not all(self._units.is_member(pid, task.group) for pid in drive.pids):
+            raise Refused(f"the driver is asked for processes of {unit(drive.key)} alone, and one of these is none")
+        limits = (f"RuntimeMaxSec={drive.timeout_s}", "KillSignal=SIGKILL", *task.devices)
+        key = f"driver-{drive.key}-{os.urandom(4).hex()}"  # one that has ended may be known to systemd for a moment
+        with self._begun(key, pwd.getpwnam(task.user), limits, HELPER) as helper:
+            answer(Reply())
+            _hand_over(helper, drive, descriptors)
 
     def _check(self, start: Start) -> pwd.struct_passwd:
         """Return the user that the task runs as.
@@ -227,36 +247,28 @@ class Launcher:
                     path.unlink()
 
     def _properties(self, start: Start) -> list[str]:
-        files = device_files(set(map(device_of, start.gpus)), self._config.devices)
         memory = [f"MemoryMax={start.memory_bytes}"] * bool(start.memory_bytes)
         cores = [f"AllowedCPUs={','.join(map(str, start.cpus))}"] * bool(start.cpus)
-        return [*memory, *cores, *allowing(files)]
+        return [*memory, *cores, *allowing(device_files(set(map(device_of, start.gpus)), self._config.devices))]
 
     def _payload(self, start: Start, user: pwd.struct_passwd) -> Payload:
         launch = start.launch
-        env = _environment(user) | launch.env
-        if self._config.bootstrap_dir:
-            first = (self._config.bootstrap_dir, env.get("PYTHONPATH", ""))
-            env["PYTHONPATH"] = os.pathsep.join(path for path in first if path)
-        env |= start.env | _identity(start, launch)
-        ours = start.env.keys() | _identity(start, launch).keys()
+        ours = start.env | _identity(start, launch)
         secrets = {name: file for name, file in launch.secrets.items() if name not in ours}
-        told = (user.pw_name, start.node, launch.terminal is not None)
-        return Payload(launch.command, launch.cwd, launch.checkpoint_dir, env, secrets, start.cpus, *told)
+        told = (user.pw_name, start.node, launch.terminal is not None, self._config.bootstrap_dir)
+        return Payload(launch.command, launch.cwd, launch.checkpoint_dir, launch.env | ours, secrets, start.cpus, *told)
 
     def _accept(self, key: str, listener: socket.socket, uid: int) -> socket.socket:
-        """Return the connection of a task's supervisor: another process of the user's is none."""
+        """Return the connection of the program that a unit was started for: another process of the user's is none."""
         try:
-            supervisor, _ = listener.accept()
+            program, _ = listener.accept()
         except TimeoutError:
-            raise Refused(
-                f"the task's supervisor did not speak within {PATIENCE_S:g} s; see journalctl -u {key}"
-            ) from None
-        if _peer(supervisor) != (self._units.standing(key).main, uid):
-            supervisor.close()
-            raise Refused("another process spoke in place of the task's supervisor")
-        supervisor.settimeout(PATIENCE_S)
-        return supervisor
+            raise Refused(f"no word came within {PATIENCE_S:g} s; see journalctl -u {unit(key)}") from None
+        if _peer(program) != (self._units.standing(key).main, uid):
+            program.close()
+            raise Refused(f"another process spoke in place of that of {unit(key)}")
+        program.settimeout(PATIENCE_S)
+        return program
 
 
 def _check_keys(folder: Path) -> None:
@@ -294,12 +306,6 @@ def _identity(start: Start, launch: LaunchSpec) -> dict[str, str]:
     }
 
 
-def _environment(user: pwd.struct_passwd) -> dict[str, str]:
-    """Return the variables that a login of the user would begin with."""
-    name, home, shell = user.pw_name, user.pw_dir, user.pw_shell or "/bin/sh"
-    return {"PATH": PATH, "LANG": "C.UTF-8", "HOME": home, "USER": name, "LOGNAME": name, "SHELL": shell}
-
-
 def _group(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
@@ -322,10 +328,10 @@ def _give_log(log: int, node_uid: int, gid: int) -> None:
     os.fchmod(log, 0o660)
 
 
-def _hand_over(supervisor: socket.socket, payload: Payload, descriptors: Sequence[int]) -> None:
-    data = msgspec.json.encode(payload)
-    sent = socket.send_fds(supervisor, [data], descriptors)
-    supervisor.sendall(data[sent:])
+def _hand_over(program: socket.socket, content: Payload | Drive, descriptors: Sequence[int]) -> None:
+    data = msgspec.json.encode(content)
+    sent = socket.send_fds(program, [data], descriptors)
+    program.sendall(data[sent:])
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:

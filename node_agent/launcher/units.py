@@ -38,10 +38,15 @@ class UnitError(Exception):
 
 
 class Standing(Struct, frozen=True):
-    """A unit's main process (0: none) and its control group, below the root of the hierarchy."""
+    """A unit's main process (0: none), its control group, below the root of the hierarchy, its user, and its devices.
+
+    The devices are the properties by which another unit may open the same ones.
+    """
 
     main: int
     group: str
+    user: str = ""
+    devices: tuple[str, ...] = ()
 
 
 class Units:
@@ -66,10 +71,11 @@ class Units:
             raise UnitError(f"systemd did not start it: {done.stderr.strip()}")
 
     def standing(self, key: str) -> Standing:
-        """Return the main process and the control group of a task's unit."""
-        shown = self._run(["systemctl", "show", unit(key), "-p", "MainPID", "-p", "ControlGroup"]).stdout
+        """Return how the unit of a task stands."""
+        shown = self._run(["systemctl", "show", unit(key), "-p", "MainPID,ControlGroup,User,DeviceAllow"]).stdout
         found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-        return Standing(int(found.get("MainPID") or 0), found.get("ControlGroup", ""))
+        devices = tuple(line for line in shown.splitlines() if line.startswith("DeviceAllow=/"))
+        return Standing(int(found.get("MainPID") or 0), found.get("ControlGroup", ""), found.get("User", ""), devices)
 
     def members(self, group: str) -> list[int]:
         """Return the processes in a control group."""

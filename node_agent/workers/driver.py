@@ -12,6 +12,8 @@ the process knowing. It is slower than parking and has sharp edges. Hence the pr
 5. libcuda is loaded in a helper process and never here. One that hangs is killed; if the driver was then about to
    checkpoint or restore, the task is lost, since its state is unknown. A helper outlives the node agent.
 
+Where a launcher starts tasks as their users, it starts the helper of a task as the user, too (`LaunchedHelpers`).
+
 A freezer must come after `suspend` and be lifted before `resume`: a frozen process cannot run the driver's restore
 thread. Processes are not frozen here; they stop at their next call of CUDA.
 """
@@ -26,19 +28,22 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Annotated, Literal, Protocol
 
 import msgspec
 import structlog
-from msgspec import Struct
+from msgspec import Meta, Struct
 
 from node_agent import procfs
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.simulated import SimulatedBackend
+from node_agent.launcher.requests import DRIVE_S_MAX, Drive
 from node_agent.workers.records import read_json, write_json
+from node_agent.workers.supervisors import CannotStart, Launcher, drives, key_of
 from protocol.messages import GpuId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -54,6 +59,8 @@ LOCK_SHARE, LOCK_S_MAX = 1 / 3, 40.0
 PROBE_S = 90.0
 #: For asking for the states, and unlocking processes that were left locked.
 FIND_S = 15.0
+#: For systemd to end a helper that the launcher has started, beyond the time that the helper has.
+ENDED_S = 5.0
 #: For the helpers of a node agent that died, to end their operation.
 ORPHANS_S = 60.0
 REAP_S = 1.0
@@ -107,11 +114,11 @@ class Checkpointer(Protocol):
         ...
 
 
-def open_checkpointer(backend: DeviceBackend, state_dir: Path) -> Checkpointer:
-    """Return the checkpointer for the GPUs of `backend`."""
+def open_checkpointer(backend: DeviceBackend, state_dir: Path, launched: LaunchedHelpers | None = None) -> Checkpointer:
+    """Return the checkpointer for the GPUs of `backend`; with `launched` for tasks that a launcher has started."""
     if isinstance(backend, SimulatedBackend):
         return SimulatedCheckpointer(backend)
-    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver))
+    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver), launched=launched)
 
 
 # --- the driver's ---------------------------------------------------------------------------------------------------
@@ -182,16 +189,54 @@ class _Request(Struct, frozen=True, omit_defaults=True):
     moves: Mapping[GpuId, GpuId] | None = None
 
 
+#: A user may have a helper that a launcher has started say anything; what it says goes into reports.
+_Words = Annotated[str, Meta(max_length=2000)]
+
+
 class _Line(Struct, frozen=True):
     """A line of the helper: the operation that it is `at`, or with `ok` its answer."""
 
-    at: str = ""
+    at: _Words = ""
     pid: int = 0
     ok: bool | None = None
     state: Standing | None = None
     lost: bool = False
     again: bool = False
-    reason: str = ""
+    reason: _Words = ""
+
+
+class LaunchedHelpers:
+    """Helpers that a launcher starts, each as the user of its task, in a unit that systemd ends in time.
+
+    Parameters
+    ----------
+    launcher
+        The launcher of this node.
+    owner
+        Of the node agent, by its state directory; see `node_agent.workers.containment`.
+    """
+
+    def __init__(self, launcher: Launcher, owner: str) -> None:
+        self._launcher, self._owner = launcher, owner
+
+    def start(self, request: _Request) -> int:
+        """Start a helper; return the pipe that it writes to. Waits.
+
+        Raises
+        ------
+        CannotStart
+            If it cannot be started; with the reason.
+        """
+        assert request.do != "probe", "a probe is of no task"
+        key = next(filter(None, map(key_of, request.pids)), None)
+        if key is None:
+            raise CannotStart("no process of the task is left")
+        timeout_s = min(request.timeout_s, DRIVE_S_MAX)
+        return self._launcher.drive(Drive(key, request.do, timeout_s, request.pids, request.lock_s or 0.0))
+
+    def are_gone(self) -> bool:
+        """Whether no helper lives, of any node agent with this state directory."""
+        return not drives(self._owner)
 
 
 class DriverCheckpointer:
@@ -205,6 +250,8 @@ class DriverCheckpointer:
         The driver and the node.
     command
         The helper; tests give one with a played driver.
+    launched
+        Starts helpers in place of this process, but for a probe, which is of no task.
     """
 
     def __init__(
@@ -212,11 +259,13 @@ class DriverCheckpointer:
         state_dir: Path,
         facts: DriverFacts,
         command: Sequence[str] = (sys.executable, "-I", str(HELPER)),
+        launched: LaunchedHelpers | None = None,
     ) -> None:
         self._result = state_dir / "driver.json"
         self._lock = state_dir / "driver.lock"
         self._facts = facts
         self._command = tuple(command)
+        self._launched = launched
         self._children: set[int] = set()
         self._orphans_gone = False
 
@@ -243,7 +292,9 @@ class DriverCheckpointer:
         return await self._measured(request, "suspended")
 
     def why_bound(self) -> str:
-        """Return what the versions of the driver and of cuda-bindings lack for moves."""
+        """Return what the versions of the driver and of cuda-bindings lack for moves, or a helper does."""
+        if self._launched is not None:
+            return "the helper of a task can open the GPUs of that task alone, and the driver wants all for a move"
         return self._facts.why_bound
 
     async def resume(self, pids: Sequence[int], timeout_s: float, moves: Mapping[GpuId, GpuId] = NO_MOVES) -> Result:
@@ -289,30 +340,38 @@ class DriverCheckpointer:
 
     async def _ask(self, request: _Request) -> tuple[_Line | None, str]:
         """Have a helper carry out a request; return its answer, or None, and its last operation."""
+        pid, timeout_s = 0, request.timeout_s
         try:
-            pid, reader = self._start(request)
-        except OSError as error:
-            reason = f"the helper for the driver could not be started: {error.strerror}"
+            if self._launched is None or request.do == "probe":
+                pid, reader = self._start(request)
+            else:
+                reader = await asyncio.to_thread(self._launched.start, request)
+                timeout_s += ENDED_S
+        except (OSError, CannotStart) as error:
+            reason = f"the helper for the driver could not be started: {getattr(error, 'strerror', error)}"
             return _Line(ok=False, again=True, reason=reason), "start"
         at = "start"
         async with self._listening(pid, reader) as lines:
             try:
-                async with asyncio.timeout(request.timeout_s):
+                async with asyncio.timeout(timeout_s):
                     # A line without its end is the last word of a helper that was killed.
                     while (data := await lines.readline()).endswith(b"\n"):
                         line = msgspec.json.decode(data, type=_Line)
                         if line.ok is not None:
                             return line, at
                         at = line.at
+            except (msgspec.DecodeError, ValueError):
+                log.warning("driver.garbled", do=request.do, pids=request.pids, at=at)
             except TimeoutError:
                 log.warning("driver.hung", do=request.do, pids=request.pids, at=at)
                 with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)
+                    if pid:  # else systemd ends it
+                        os.killpg(pid, signal.SIGKILL)
         return None, at
 
     @asynccontextmanager
     async def _listening(self, pid: int, reader: int) -> AsyncIterator[asyncio.StreamReader]:
-        """Yield the lines of the helper.
+        """Yield the lines of the helper, a child of this process unless `pid` is 0.
 
         If the node agent is stopped meanwhile the helper goes on: killed, it would lose the task.
         """
@@ -362,9 +421,10 @@ class DriverCheckpointer:
     async def _wait_for_orphans(self) -> None:
         """Wait until no helper lives, of any node agent."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        are_gone: Callable[[], bool] = partial(_try_lock, lock) if self._launched is None else self._launched.are_gone
         try:
             deadline = time.monotonic() + ORPHANS_S
-            while not _try_lock(lock):
+            while not are_gone():
                 if time.monotonic() > deadline:
                     log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
                     return

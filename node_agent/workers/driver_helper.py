@@ -5,6 +5,9 @@ crash and a process can be killed where a thread cannot. It writes JSON lines: o
 that the node agent knows the operation if it must kill it, and last the answer. It needs the package
 ``cuda-bindings``, and for a probe also ``nvidia-ml-py``.
 
+Where a launcher starts tasks as their users, it runs as the user of the task, ``python -I driver_helper.py SOCKET``:
+root listens there and sends the request, and the pipe for these lines.
+
 The driver's states of a process: 0 running, 1 locked (its calls of CUDA wait), 2 checkpointed (its GPU memory is in
 host memory, its context is gone), 3 failed, and since CUDA 13.4 also 4 and 5, being checkpointed or restored by
 another program with storage of its own. The order of the calls below follows from these facts:
@@ -26,6 +29,7 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -431,7 +435,7 @@ def answer(driver: Driver, request: Json) -> Json:
             case "suspend":
                 return suspend(driver, request["pids"], request["lock_s"])
             case "resume":
-                return resume(driver, request["pids"], request["moves"])
+                return resume(driver, request["pids"], request.get("moves", {}))
             case "find":
                 return find(driver, request["pids"])
             case "probe":
@@ -442,11 +446,20 @@ def answer(driver: Driver, request: Json) -> Json:
         return {"ok": False, "reason": str(error)}
 
 
+def received(place: str) -> tuple[Json, int]:
+    """Return the request that the launcher at the socket `place` sends, and the descriptor for the answer."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as launcher:
+        launcher.connect(place)
+        data, (out,), _, _ = socket.recv_fds(launcher, 2**16, 1)
+        while more := launcher.recv(2**16):
+            data += more
+    return json.loads(data), out
+
+
 def main(argument: str) -> int:
     """Carry out one request and write its answer."""
-    request = json.loads(argument)
     # The output of libraries must not come between the lines.
-    out = os.dup(1)
+    request, out = received(argument) if argument.startswith("/") else (json.loads(argument), os.dup(1))
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     if request["do"] == "target":
         return target(out)

@@ -40,6 +40,8 @@ LOCK_FD = 9
 LOG_FD, EXIT_FD, SPARE_FD = 10, 11, 20
 #: The socket at which persons come to the terminal of a task that has one.
 TERMINAL_FD = 12
+#: Of a task that a launcher started, unless its user gives another.
+LOGIN_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 #: A process in an uninterruptible kernel call may never die; the task has ended all the same.
@@ -315,7 +317,20 @@ def receive(place: str) -> Json:
     os.closerange(SPARE_FD, SPARE_FD + len(found))
     spec = json.loads(data)
     assert isinstance(spec, dict)
+    spec["env"] = login_variables(spec["reader"]) | spec["env"]
+    if bootstrap_dir := spec.get("bootstrap_dir"):  # a launcher of the version before has put it there itself
+        paths = (bootstrap_dir, spec["env"].get("PYTHONPATH", ""))
+        spec["env"]["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)
     return spec
+
+
+def login_variables(name: str) -> dict[str, str]:
+    """Return the variables that a login of the user `name`, who is this one, would begin with."""
+    import pwd  # which a start without a launcher does not wait for
+
+    user = pwd.getpwnam(name)
+    shell = user.pw_shell or "/bin/sh"
+    return {"PATH": LOGIN_PATH, "LANG": "C.UTF-8", "HOME": user.pw_dir, "USER": name, "LOGNAME": name, "SHELL": shell}
 
 
 def pass_on(number: int, pid: int, as_number: int) -> None:

@@ -7,6 +7,7 @@ process id, so that comes from the launcher. Its word on its child is believed i
 from __future__ import annotations
 
 import os
+import re
 import select
 import signal
 import socket
@@ -20,7 +21,7 @@ import structlog
 from msgspec.structs import replace
 
 from node_agent import procfs
-from node_agent.launcher.requests import DESCRIPTORS, DESCRIPTORS_MAX, Living, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.requests import DESCRIPTORS_MAX, Drive, Key, Living, Reopen, Reply, Request, Signal, Start
 from node_agent.workers.records import Record, Started, write_json
 from node_agent.workers.shim import LOCK_FD, TERMINAL_FD
 from protocol.messages import GpuId
@@ -36,6 +37,8 @@ ANSWER_S = 90.0
 #: Of the complaint of a shim that could not start.
 COMPLAINT_BYTES_MAX = 2000
 LINE_BYTES_MAX = 4096
+#: In the control groups of a process: the unit of a task, with the task's key.
+_OF_TASK = re.compile(r"/gpu-arbiter-([0-9a-f]{8}-[0-9a-f]{16})\.service$", re.MULTILINE)
 
 
 class CannotStart(Exception):  # noqa: N818 - an expected no, told to the user as a sentence
@@ -157,6 +160,27 @@ class Launcher:
         """Let a task open the device files of these GPUs and of no others; return why it cannot."""
         return self._tell(Reopen(key, tuple(sorted(gpus))))
 
+    def drive(self, drive: Drive) -> int:
+        """Have the driver asked, as the user of a task; return the pipe from which the answer can be read.
+
+        Raises
+        ------
+        CannotStart
+            If the launcher refuses it; with the reason.
+        """
+        reader, writer = os.pipe()
+        try:
+            error = self._ask(drive, [writer]).error
+        except CannotStart:
+            os.close(reader)
+            raise
+        finally:
+            os.close(writer)
+        if error:
+            os.close(reader)
+            raise CannotStart(f"the launcher refused it: {error}")
+        return reader
+
     def sweep(self, owner: str, keep: Collection[str]) -> None:
         """End the tasks of this node agent but for those in `keep`."""
         try:
@@ -180,7 +204,7 @@ class Launcher:
         return error
 
     def _ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
-        assert len(descriptors) in (0, DESCRIPTORS, DESCRIPTORS_MAX)
+        assert len(descriptors) <= DESCRIPTORS_MAX
         try:
             with _connected(self._path) as connection:
                 connection.settimeout(ANSWER_S)
@@ -193,6 +217,18 @@ class Launcher:
             raise CannotStart(
                 f"the launcher at {self._path} does not answer ({error}); see journalctl -u gpu-arbiter-launcher"
             ) from error
+
+
+def key_of(pid: int) -> Key | None:
+    """Return the key of the task of which the launcher has started this process; None if it is of none."""
+    found = _OF_TASK.search(procfs.cgroups(pid))
+    return found and found[1]
+
+
+def drives(owner: str) -> bool:
+    """Whether a helper for the driver lives, for tasks of a node agent."""
+    mark = f"/gpu-arbiter-driver-{owner}-"
+    return any(mark in procfs.cgroups(process.pid) for process in procfs.processes())
 
 
 def _connected(path: Path) -> socket.socket:

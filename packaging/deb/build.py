@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 OPT = "opt/gpu-arbiter"
 #: Of the extras those that daemons and command line can need; training has PyTorch in environments of its own.
-EXTRAS = "users,postgres,web,sweep,submitit"
+EXTRAS = "users,cuda,postgres,web,sweep,submitit"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 #: Debian's own interpreter, which the environment stands on.
 INTERPRETER = Path("/usr/bin") / PYTHON

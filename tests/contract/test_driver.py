@@ -13,13 +13,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
-from node_agent import procfs
+from node_agent import daemon, procfs
 from node_agent.devices.simulated import SimulatedBackend
-from node_agent.workers import driver
+from node_agent.workers import driver, supervisors
 from node_agent.workers.driver import (
     HELPER,
     Checkpointer,
@@ -30,6 +31,7 @@ from node_agent.workers.driver import (
     open_checkpointer,
 )
 from node_agent.workers.driver_helper import CannotBeDone, permutation
+from node_agent.workers.manager import Settings
 from protocol.messages import GpuId
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
@@ -120,6 +122,44 @@ async def test_an_operation_may_be_repeated(checkpointer: Checkpointer, pids: tu
     for _ in range(2):
         assert (await checkpointer.resume(pids, PATIENCE_S)).ok
     assert await checkpointer.find(pids) == Found("running")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "no JSON",
+        '{"at": 7}',
+        '{"ok": true, "state": "gone"}',
+        f'{{"ok": false, "reason": "{"x" * 3000}"}}',
+        "x" * 70_000,
+    ],
+    ids=["text", "number", "state", "long reason", "long line"],
+)
+async def test_what_a_helper_of_a_user_says_is_read_within_bounds(tmp_path: Path, words: str) -> None:
+    (tmp_path / "words").write_text(f"{words}\n")
+    made = DriverCheckpointer(tmp_path, FIT, ("sh", "-c", f"cat {tmp_path}/words; exec sleep 0"))
+    found = await made.suspend((os.getpid(),), PATIENCE_S)
+    assert (found.ok, found.lost, "in 'start'" in found.reason) == (False, False, True)
+    assert len(found.reason) < 500
+    assert not (await made.find((os.getpid(),))).known
+
+
+async def test_where_a_launcher_starts_tasks_it_is_asked_for_helpers_and_without_one_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = Settings("n1", tmp_path, "b")
+    assert daemon._launched(settings) is None
+    launched = daemon._launched(replace(settings, launcher=tmp_path / "no.sock"))
+    made = open_checkpointer(SimpleNamespace(driver="580.95.05"), tmp_path, launched)  # type: ignore[arg-type]
+    assert "can open the GPUs of that task alone" in made.why_bound()
+    own = await made.suspend((os.getpid(),), PATIENCE_S)
+    assert (own.ok, own.lost, "no process of the task is left" in own.reason) == (False, False, True), "of no unit"
+    monkeypatch.setattr(supervisors, "LAUNCHER_S", 0.0)
+    monkeypatch.setattr(driver, "key_of", lambda pid: "0a0a0a0a-0a0a0a0a0a0a0a0a")
+    for do in (made.suspend, made.resume):
+        silent = await do((os.getpid(),), PATIENCE_S)
+        assert (silent.ok, silent.lost, "does not answer" in silent.reason) == (False, False, True)
+    assert not (await made.find((os.getpid(),))).known
 
 
 # --- the driver's sequence ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import ast
 import os
 import pwd
 import re
+import socket
 import stat
 import subprocess
 import sys
@@ -20,11 +21,14 @@ from msgspec.structs import replace
 
 pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
 
+from node_agent import config as node_config
+from node_agent.config import NodeConfig
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Reply, Start
+from node_agent.launcher.requests import Drive, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
+from node_agent.workers import shim
 from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Records
 from node_agent.workers.supervisors import _believed
 from protocol import warrants
@@ -323,6 +327,54 @@ def test_a_request_of_any_other_shape_is_no_request(site: Site) -> None:
             site.launcher.answer(line, [], lambda reply: None)
 
 
+# --- the driver's checkpoint ----------------------------------------------------------------------------------------
+
+OF_TASK = """MainPID=7
+ControlGroup=/a.slice/task.service
+User=nobody
+DeviceAllow=/dev/null rw
+DeviceAllow=/dev/zero rw
+"""
+
+
+class TaskAndHelper(Systemd):
+    """Knows the unit of a task, and starts nothing either."""
+
+    def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if command[:2] == ["systemctl", "show"]:
+            return subprocess.CompletedProcess(list(command), 0, OF_TASK, "")
+        return super().__call__(command)
+
+
+def drive(site: Site, *pids: int) -> tuple[str, list[list[str]]]:
+    """Why the driver was not asked for these processes, and what was to be started for it; 7 is one of the task's."""
+    for pid, group in {7: "/a.slice/task.service", 8: "/a.slice/task.service", 9: "/a.slice/other.service"}.items():
+        (site.folder / f"proc/{pid}").mkdir(parents=True, exist_ok=True)
+        (site.folder / f"proc/{pid}/cgroup").write_text(f"0::{group}\n")
+    systemd = TaskAndHelper()
+    launcher = Launcher(site.config, Units(systemd, site.folder / "proc"))
+    line = msgspec.json.encode(Drive("0a0a0a0a-0a0a0a0a0a0a0a0a", "suspend", 5.0, pids, 1.0)) + b"\n"
+    with pytest.raises((Refused, UnitError)) as refused:
+        launcher.answer(line, [], lambda reply: None)
+    return str(refused.value), systemd.started
+
+
+@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,)])
+def test_the_driver_is_asked_for_no_process_but_the_tasks(site: Site, pids: tuple[int, ...]) -> None:
+    why, started = drive(site, *pids)
+    assert why.endswith("alone, and one of these is none")
+    assert started == []
+
+
+@needs_root
+def test_the_drivers_helper_has_the_user_and_the_devices_of_the_task_a_time_and_no_right(site: Site) -> None:
+    why, (line,) = drive(site, 7, 8)
+    assert "it refuses" in why
+    wanted = {"User=nobody", f"Group={NOBODY.pw_gid}", "DevicePolicy=closed", "NoNewPrivileges=yes"}
+    assert wanted | {"DeviceAllow=/dev/null rw", "DeviceAllow=/dev/zero rw", "RuntimeMaxSec=5.0"} <= set(line)
+    assert not [word for word in line if "Capabilities" in word]
+
+
 # --- devices, the supervisor's word ---------------------------------------------------------------------------------
 
 
@@ -374,6 +426,37 @@ def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_p
     assert Record(tmp_path).exit is None
 
 
+RECEIVING = """
+import json, os, sys
+from node_agent.workers import shim
+spec = shim.receive(sys.argv[1])
+os.write(1, json.dumps(spec["env"]).encode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("more", "path"),
+    [({"bootstrap_dir": "/boot"}, "/boot:/mine"), ({"bootstrap_dir": ""}, "/mine"), ({}, "/mine")],
+    ids=["a folder", "none", "of the version before"],
+)
+def test_a_task_begins_with_the_variables_of_a_login_then_its_own_and_the_bootstrap_folder_first(
+    tmp_path: Path, more: dict[str, str], path: str
+) -> None:
+    payload = {"reader": NOBODY.pw_name, "env": {"PYTHONPATH": "/mine", "LANG": "de", "SHELL": "/bin/own"}, **more}
+    out_read, out_write = os.pipe()
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        with subprocess.Popen([sys.executable, "-c", RECEIVING, f"{folder}/s"]):
+            with listener.accept()[0] as supervisor:
+                socket.send_fds(supervisor, [msgspec.json.encode(payload)], [out_write] * 4)
+            os.close(out_write)
+            with os.fdopen(out_read, "rb") as out:
+                env = msgspec.json.decode(out.read())
+    wanted = {"HOME": NOBODY.pw_dir, "USER": "nobody", "LOGNAME": "nobody", "LANG": "de", "SHELL": "/bin/own"}
+    assert env == wanted | {"PATH": shim.LOGIN_PATH, "PYTHONPATH": path}
+
+
 def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None:
     records = Records(tmp_path)
     for name, size in (("a", EXIT_BYTES_MAX), ("b", EXIT_BYTES_MAX + 1)):
@@ -399,6 +482,19 @@ def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None
 def test_settings_that_would_give_root_away_are_refused(settings: dict[str, object], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         config.check(replace(LauncherConfig(), **settings), "launcher.toml")
+
+
+NODE = NodeConfig(node="n1", gpus="nvml", launcher="/run/l.sock", runtime_dir="/run/n", driver_checkpoint="on")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("mps", "all"), ("memory_dir", "/dev/shm/x"), ("containment", "cgroup"), ("gpus", "simulated:2")],
+)
+def test_settings_of_a_node_that_serve_one_user_only_are_refused_with_a_launcher(field: str, value: str) -> None:
+    node_config.check(NODE, "node.toml")
+    with pytest.raises(ConfigError, match=r"and launcher do not go together: .*; leave"):
+        node_config.check(replace(NODE, **{field: value}), "node.toml")
 
 
 def test_a_folder_of_keys_that_others_may_write_to_is_refused(site: Site) -> None:

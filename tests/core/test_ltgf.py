@@ -388,7 +388,9 @@ def test_a_snapshot_without_a_history_is_refused_unless_it_may_begin_anew() -> N
     state = msgspec.msgpack.decode(site.arbiter.snapshot())
     del state["history"]
     old = msgspec.msgpack.encode(state, order="deterministic")
-    with pytest.raises(MissingHistory, match="holds no history of GPU time, so everybody's would begin at nothing"):
+    with pytest.raises(
+        MissingHistory, match="holds no history of GPU time, so that of all owners would begin at nothing"
+    ):
         Arbiter.restored(old)
     anew = Arbiter.restored(old, begin_history=True)
     anew.validate()

@@ -244,9 +244,20 @@ def test_a_task_that_could_get_at_nothing_is_told_with_what_was_not_there_to_try
 @pytest.mark.parametrize("forecast", [{"starts": False, "gpus": []}, {"starts": True, "gpus": [{"state": "leased"}]}])
 def test_where_no_gpu_is_free_no_task_is_submitted(forecast: dict[str, object]) -> None:
     client = SimpleNamespace(dry_run=lambda spec: forecast)  # without a way to submit
-    (check,) = site_checks.isolation(client)  # type: ignore[arg-type]
+    (check,) = site_checks.isolation(client, signs=True)  # type: ignore[arg-type]
     assert (check.verdict, "take a GPU from another app" in check.found) == ("note", True), check
     assert check.mend == "do the same when a GPU is free"
+
+
+def test_where_no_gateway_signs_launches_that_is_said_and_no_gpu_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 2001)
+    monkeypatch.setattr(escape, "addresses", lambda: None)
+    (check,) = site_checks.isolation(SimpleNamespace(), signs=False)  # type: ignore[arg-type]  # without a way to ask
+    assert (check.name, check.verdict, "no GPU was taken" in check.found) == ("isolation", "note", True)
+    monkeypatch.setattr(escape, "addresses", lambda: "/etc/rabbitmq/key.pem")
+    _, opened = site_checks.isolation(SimpleNamespace(), signs=False)  # type: ignore[arg-type]
+    assert (opened.name, opened.verdict) == ("isolation: address", "fail")
+    assert opened.found.endswith(": /etc/rabbitmq/key.pem")
 
 
 @pytest.mark.parametrize("name", site_checks.ESCAPES)

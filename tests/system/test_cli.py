@@ -435,7 +435,7 @@ def test_doctor_hears_of_every_daemon_of_the_site_and_tries_its_policy(cli: Cli)
     assert found["releases"]["found"].startswith("all of 4 daemons and commands are of ")
     assert found["store of the arbiter"]["verdict"] == found["TLS"]["verdict"] == "ok"
     assert found["isolation"]["verdict"] == "note", found["isolation"]
-    assert "has no launcher: tasks of all users run as" in found["isolation"]["found"]
+    assert "no GPU was taken: no gateway signs what is submitted here" in found["isolation"]["found"]
     assert (found["fairness"]["verdict"], f"under {policy}" in found["fairness"]["found"]) == ("ok", True)
     cli("cancel", app)
 

@@ -57,6 +57,7 @@ def test_it_depends_on_the_python_it_was_built_for_and_nothing_lies_outside_its_
     paths = {line.split(" ./")[1] for line in listed.splitlines() if " ./" in line}
     places = ("opt/gpu-arbiter/", "lib/systemd/system/gpu-arbiter", "usr/", "etc/gpu-arbiter/")
     assert [path for path in paths if path and not path.endswith("/") and not path.startswith(places)] == []
+    assert any("/cuda/bindings/" in path for path in paths), "without it the driver suspends no job"
     assert {path.rsplit("/", 1)[1] for path in paths if path.startswith("lib/systemd/system/g")} == UNITS
 
 

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -25,15 +27,18 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 from node_agent.workers.containment import key_of
 from node_agent.workers.ssh_server import SERVER_FOLDERS
 from protocol.messages import TaskOrder, TaskStatus, Want
+from tests.support.cluster import until
 from tests.support.gateway import GATEWAY, Hand
-from tests.support.launcher_host import LAUNCHER, RUNTIME, UIDS, Host, launcher_host, why_not
+from tests.support.launcher_host import LAUNCHER, REPOSITORY, RUNTIME, UIDS, Host, as_user, launcher_host, why_not
 from tests.support.node_site import NodeProcess, find_task, plan_of, task_order
 from tests.support.patience import PATIENCE_S
+from tests.support.stand_in import StandIn, cards
 
 HAS_SSH_SERVER = any(Path(folder, "sshd").exists() for folder in SERVER_FOLDERS)
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.slow]
 
 STATE = Path("/srv/node/state")
+OWN_GPU, OTHER_GPU = f"/dev/gpu-arbiter-own-{os.getpid()}", f"/dev/gpu-arbiter-other-{os.getpid()}"
 NUMBERS = count(1)
 
 
@@ -98,8 +103,21 @@ def host(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Host, Hand]
     with launcher_host(folder / "h") as host:
         hand = Hand(folder)
         host.write(f"/etc/gpu-arbiter/gateways/{GATEWAY}.pub", hand.public.read_text())
-        host.start_launcher()
-        yield host, hand
+        host.start_launcher(devices=[OWN_GPU])
+        with gpu_files(host):
+            yield host, hand
+
+
+@contextmanager
+def gpu_files(host: Host) -> Iterator[None]:
+    """Make the files of two GPUs that no driver serves: to open one is refused, or leads to no device."""
+    numbers = {OWN_GPU: 8, OTHER_GPU: 9}
+    try:
+        for path, number in numbers.items():
+            host.run("mknod", "-m", "666", path, "c", "195", str(number))
+        yield
+    finally:
+        host.run("rm", "-f", *numbers)  # the folder is that of the host that runs the tests
 
 
 @pytest.fixture
@@ -297,6 +315,127 @@ async def test_links_and_files_of_a_user_are_opened_with_no_rights_but_the_users
     assert "No such file" in host.run("ls", "/home/alice/stolen", check=False)
 
 
+@pytest.mark.full
+async def test_a_task_opens_the_devices_of_its_lease_and_no_others(bench: Bench) -> None:
+    opening = {name: f"os.open({path!r}, os.O_RDWR)" for name, path in (("own", OWN_GPU), ("other", OTHER_GPU))}
+    assert await attempted(bench, "alice", opening) == {"own": "OSError", "other": "PermissionError"}
+    outside = bench.host.run("cat", OTHER_GPU, user="alice", check=False)
+    assert "No such device or address" in outside, "its bounds alone keep a task from it"
+
+
+# --- the driver's checkpoint ----------------------------------------------------------------------------------------
+
+DRIVER = "/srv/driver"
+#: Has the driver asked as a node agent does, and prints the answer.
+ASKING_DRIVER = """
+import asyncio, json, sys
+from pathlib import Path
+import msgspec
+from node_agent.workers.containment import owner_of
+from node_agent.workers.driver import DriverCheckpointer, DriverFacts, LaunchedHelpers
+from node_agent.workers.supervisors import Launcher
+socket, state, do, timeout_s, pids = sys.argv[1:]
+launched = LaunchedHelpers(Launcher(Path(socket)), owner_of(Path(state)))
+made = DriverCheckpointer(Path("/srv/node"), DriverFacts("x86_64", "580.95.05", "13.0.1", "b", 993), launched=launched)
+words = (json.loads(pids),) if do == "find" else (json.loads(pids), float(timeout_s))
+print(msgspec.json.encode(asyncio.run(getattr(made, do)(*words))).decode())
+"""
+
+
+class Driver:
+    """A played driver on the host, which really stops processes, and a node agent's words to it."""
+
+    def __init__(self, bench: Bench, folder: Path) -> None:
+        self.host = bench.host
+        self.played = StandIn(folder, *cards(2))
+        self.lay()
+        self.host.write("/etc/ld.so.conf.d/played.conf", f"{DRIVER}\n")
+        self.host.run("ldconfig")
+
+    def lay(self, *flags: str) -> None:
+        """Put the libraries and their scenario on the host; users write there as the kernel's driver would."""
+        self.played.flag("real", "persistence", *flags)
+        shutil.copytree(self.played.folder, self.host.root / DRIVER[1:], dirs_exist_ok=True)
+        self.host.run("chmod", "777", DRIVER)
+
+    def knows(self, pid: int) -> None:
+        """Have a process use CUDA."""
+        self.host.write(f"{DRIVER}/state.{pid}", "0", mode="666")
+
+    def line(self, do: str, *pids: int, timeout_s: float = PATIENCE_S) -> list[str]:
+        words = (LAUNCHER, str(STATE), do, str(timeout_s), json.dumps(pids))
+        return ["env", "-C", str(REPOSITORY), sys.executable, "-c", ASKING_DRIVER, *words]
+
+    def ask(self, do: str, *pids: int, timeout_s: float = PATIENCE_S) -> dict[str, object]:
+        answer = self.host.run(*self.line(do, *pids, timeout_s=timeout_s), user="gpu-node")
+        found: dict[str, object] = json.loads(answer.splitlines()[-1])
+        return found
+
+    def is_stopped(self, pid: int) -> bool:
+        return self.host.run("ps", "-o", "state=", "-p", str(pid)).strip() == "T"
+
+    def calls(self) -> str:
+        return self.host.run("cat", f"{DRIVER}/calls", check=False)
+
+    def helpers(self) -> list[str]:
+        """The units of helpers that live."""
+        listed = self.host.run("systemctl", "list-units", "--plain", "--no-legend", "gpu-arbiter-driver-*")
+        return [line.split()[0] for line in listed.splitlines()]
+
+
+@pytest.mark.full
+async def test_the_driver_is_asked_as_the_user_of_the_task_and_for_that_tasks_processes_alone(
+    bench: Bench, tmp_path: Path
+) -> None:
+    driver = Driver(bench, tmp_path / "driver")
+    alice, bob = bench.task("alice", "work"), bench.task("bob", "work")
+    await bench.plan(alice, bob)
+    await bench.trains(alice)
+    await bench.trains(bob)
+    hers, his = bench.processes(alice)[1], bench.processes(bob)[1]
+    for pid in (hers, his):
+        driver.knows(pid)
+    done = await asyncio.to_thread(driver.ask, "suspend", hers)
+    assert (done["ok"], driver.is_stopped(hers), driver.is_stopped(his)) == (True, True, False), done
+    assert bench.host.run("stat", "-c", "%U", f"{DRIVER}/calls") == "alice\n"
+    assert (await asyncio.to_thread(driver.ask, "find", hers))["standing"] == "suspended"
+    both = await asyncio.to_thread(driver.ask, "suspend", hers, his)
+    assert (both["ok"], both["lost"], driver.is_stopped(his)) == (False, False, False)
+    assert "alone, and one of these is none" in str(both["reason"])
+    assert (await asyncio.to_thread(driver.ask, "resume", hers))["ok"]
+    assert not driver.is_stopped(hers)
+    await bench.trains(alice, (await bench.trains(alice)).step + 1)
+
+
+@pytest.mark.full
+async def test_a_helper_for_the_driver_has_the_bounds_of_its_task_and_a_time_and_outlives_the_node_agent(
+    bench: Bench, tmp_path: Path
+) -> None:
+    driver = Driver(bench, tmp_path / "driver")
+    alice = bench.task("alice", "work")
+    await bench.plan(alice)
+    await bench.trains(alice)
+    main = bench.processes(alice)[1]
+    driver.knows(main)
+    driver.played.fault("delay", "cuCheckpointProcessCheckpoint", main, 4000)
+    driver.lay()
+    line = [*bench.host.enter, *as_user("gpu-node"), *driver.line("suspend", main)]
+    with subprocess.Popen(line) as asking:  # noqa: ASYNC220 - it is to be killed half-way
+        await asyncio.to_thread(until, lambda: f"Checkpoint:{main}" in driver.calls(), "the driver is asked")
+        asking.kill()
+    (unit,) = driver.helpers()
+    shown = bench.host.run("systemctl", "show", unit, "-p", "User,DevicePolicy,NoNewPrivileges,AmbientCapabilities")
+    wanted = ["AmbientCapabilities=", "DevicePolicy=closed", "NoNewPrivileges=yes", "User=alice"]
+    assert sorted(shown.split()) == wanted
+    assert (await asyncio.to_thread(driver.ask, "find", main))["standing"] == "suspended", "it was waited for"
+    driver.played.heal()
+    driver.played.fault("hang", "cuCheckpointProcessRestore", main)
+    driver.lay()
+    hung = await asyncio.to_thread(driver.ask, "resume", main, timeout_s=3.0)
+    assert (hung["ok"], hung["lost"]) == (False, True), hung
+    assert driver.helpers() == []
+
+
 # --- restarts and ends ----------------------------------------------------------------------------------------------
 
 
@@ -372,15 +511,16 @@ async def test_doctor_has_a_task_try_to_escape_and_names_each_try_that_leads_out
         checks = [check for check in told["checks"] if check["name"].startswith("isolation")]
         return {check["name"]: (check["verdict"], check["found"]) for check in checks}
 
+    def in_tmp() -> str:
+        return there.run("find", "/tmp", "-maxdepth", "1", "-name", "gpu-arbiter-*", "-newer", "/etc/gpu-arbiter/mark")
+
+    there.write("/etc/gpu-arbiter/mark", "")  # of earlier folders the host that runs the tests may remove some
     there.write("/etc/gpu-arbiter/node.url", "amqp://node-n1:password@host/gpu", owner="gpu-node", mode="600")
     async with there.whole_site():
         ((name, (verdict, found)),) = (await asyncio.to_thread(isolation)).items()
         assert (name, verdict) == ("isolation", "ok"), found
         assert "could get at none of: address, sockets, launcher, signal, environ, files" in found
-        # Other tests of this machine have folders of such names there, too.
-        assert there.run("find", "/tmp", "-maxdepth", "1", "-name", "gpu-arbiter-*", "-user", "alice") == "", (
-            "it cleans up"
-        )
+        assert in_tmp() == "", "it leaves nothing"
         opening = (
             "chmod 644 /etc/gpu-arbiter/node.url",
             f"chmod 755 {RUNTIME}/whole/sockets",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
@@ -19,7 +20,7 @@ from protocol.messages import ARBITER, Party, TaskOrder, TaskStatus
 from tests.support.cluster import running_cluster, until
 from tests.support.node_site import Site, node_site, task_order
 from tests.support.patience import PATIENCE_S
-from tests.support.rabbitmq import PrivateRabbitMQ
+from tests.support.rabbitmq import PASSWORD, PrivateRabbitMQ
 
 A = "ada-1.0-a0"
 VALUE = "tr0ub4dor-and-3"
@@ -157,21 +158,31 @@ while not os.path.exists({str(home / "gate")!r}):
         secrets={"API_KEY": str(home / "key")},
     )
     with running_cluster(site, broker, "/") as cluster, cluster.client() as client:
+        for node in cluster.nodes.values():  # what is sent to them stays at the broker meanwhile, and in its files
+            node.signal(signal.SIGSTOP)
         app = client.submit(spec)
+        until(lambda: bool(holding("correct-horse-battery", broker.folder)), "the launch is in the broker's files")
+        on_the_way = holding(VALUE, broker.folder)
+        for node in cluster.nodes.values():
+            node.signal(signal.SIGCONT)
         until(lambda: told.exists() and len(told.read_text()) == 64, "the task runs")
         while_running = holding(VALUE, site, broker.folder)
         listed, known = telling(VALUE, "cmdline"), telling(VALUE, "environ")
-        plain, of_broker = (holding("correct-horse-battery", folder) for folder in (site, broker.folder))
+        plain = holding("correct-horse-battery", site)
         states = [site / "arbiter", site / "node-n1", site / "node-n2", site / "app"]
         opened = [path for folder in states for path in open_to_others(folder)]
+        with_password = holding(f":{PASSWORD}@", site)
+        processes = [Path(f"/proc/{daemon.pid}") for daemon in cluster.daemons]
+        told_of_daemons = [(path / file).read_bytes() for path in processes for file in ("cmdline", "environ")]
         (home / "gate").touch()
         assert client.wait(app, until="done", timeout_s=PATIENCE_S).state == "finished"
         afterwards = holding(VALUE, site, broker.folder)
         end_everything(client)
     assert told.read_text() == hashlib.sha256(VALUE.encode()).hexdigest()
     assert {"app-me.db-wal", "journal.db-wal", "spec.json"} <= plain, "what is no secret is where it is looked for"
-    assert of_broker, "and in the broker's data"
-    assert (while_running, afterwards) == (set(), set())
+    assert (on_the_way, while_running, afterwards) == (set(), set(), set())
     assert listed == set()
     assert known == {int((home / "pid").read_text())}, "the task itself has it, and no other process"
     assert opened == []
+    assert with_password == {"arbiter.toml", "n1.toml", "n2.toml", "app.toml"}, "the configurations, which name it"
+    assert [told for told in told_of_daemons if f":{PASSWORD}@".encode() in told] == []

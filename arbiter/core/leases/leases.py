@@ -279,7 +279,7 @@ def _may_have(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 
 
 def _align(turn: Turn, newest: Lease) -> None:
-    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to anyone.
+    """Let leases won in one round end together, counted from the last to arrive: half a gang is of no use to any app.
 
     None ends earlier for it, but the newest of a gang of which a part is aligned with others; an aligned lease stays.
     """

@@ -266,7 +266,7 @@ def nodes_of(turn: Turn) -> dict[NodeId, NodeView]:
             drained[gpu.node, gpu.state.lease.app].append(comes)
     leaving: dict[NodeId, tuple[float, float]] = defaultdict(lambda: (0.0, 0.0))
     for (node_id, app_id), winners in drained.items():
-        # A gang leaves as one, before anybody comes to a part of it; of several gangs, others may still be there then.
+        # A gang leaves as one, before any app comes to a part of it; of several gangs, some may still be there then.
         leaver = state.apps[app_id]
         for part in [winners] if len(winners) <= leaver.gang else [[winner] for winner in winners]:
             before, after = _taken([leaver] * len(part)), _taken(part)

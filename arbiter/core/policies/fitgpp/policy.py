@@ -74,9 +74,9 @@ class FitGpp(Preemptive):
         *Source:* FitGpp (OpML 2019), Eq. 3.
         """
         nodes = round_.view.nodes
-        everybody = [score_of(unit, nodes) for unit in round_.units]
-        size_max = max((size for size, _ in everybody), default=0.0) or 1.0
-        grace_max = max((grace_s for _, grace_s in everybody), default=0.0) or 1.0
+        all_units = [score_of(unit, nodes) for unit in round_.units]
+        size_max = max((size for size, _ in all_units), default=0.0) or 1.0
+        grace_max = max((grace_s for _, grace_s in all_units), default=0.0) or 1.0
         found = (score_of(unit, nodes) for unit in units)
         return [size / size_max + self._settings.s * grace_s / grace_max for size, grace_s in found]
 

@@ -25,7 +25,7 @@ class Servers:
         self.sitting: dict[GpuId, dict[AppId, GpuView]] = {}  #: by device, with those that are promised
         self.free: dict[GpuId, dict[GpuId, GpuView]] = {}  #: by device, the free seats
         self.devices: dict[NodeId, set[GpuId]] = {}
-        self.idle: dict[NodeId, set[GpuId]] = {}  #: by server, the devices that nobody is on
+        self.idle: dict[NodeId, set[GpuId]] = {}  #: by server, the devices without an app
         self.taken: Counter[NodeId] = Counter()  #: by server, how many seats are taken
         self._gangs = {app.app: app.gang for app in view.apps}
         self._place = {app.app: place for place, app in enumerate(view.apps)}
@@ -83,14 +83,14 @@ class Servers:
         return -(-(self.taken[node] + more) // len(self.devices[node]))
 
     def idle_seats(self, node: NodeId) -> list[GpuView]:
-        """Return one seat of each idle device of a server; if somebody must leave it first, that one's."""
+        """Return one seat of each idle device of a server; if an app must leave it first, that app's."""
         return [self._best_seat(device) for device in sorted(self.idle.get(node, ()))]
 
     def _best_seat(self, device: GpuId) -> GpuView:
         return min(self.free[device].values(), key=lambda seat: (seat.gpu not in self.before, seat.gpu))
 
     def open_seat(self, device: GpuId) -> GpuView | None:
-        """Return a free seat of a device that somebody is on, unless somebody must leave it first."""
+        """Return a free seat of a device that has an app, unless an app must leave it first."""
         free = self.free.get(device, {}).values()
         if not self.sitting[device] or any(seat.gpu in self.before for seat in free):
             return None

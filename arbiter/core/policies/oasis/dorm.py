@@ -3,7 +3,7 @@
 How many gangs each app gets is the answer of a small integer programme (`pricing.dorm`): greatest utilisation, with
 `fairness` bounding how far shares are from those of `drf`, and `adjusted` which part of those that run may
 get another number. Which GPUs these are is dealt as under the other policies: those it holds, then the tightest hole.
-The programme knows no places: what nobody can use whose part it is goes to apps that would have nothing.
+The programme knows no places: a part that its app cannot use goes to apps that would have nothing.
 Of many apps the first `APPS_MAX`, those that run before others, are looked at; the others get a gang each of what is
 left.
 

@@ -314,7 +314,7 @@ class _Case:
         """It could be given something, and others were."""
         probe = self._raised
         if probe is not None and self._name not in probe.picks:
-            return self._without_room()  # its options cannot be packed even when nobody else gets anything
+            return self._without_room()  # its options cannot be packed even when no other app gets anything
         lifted = self._lifted
         anywhere = self._wins_anywhere()
         if lifted is None or anywhere is None:
