@@ -82,13 +82,20 @@ class Outline(Struct, frozen=True):
     leases: tuple[tuple[model.Lease, model.Gpu], ...]
     orders: tuple[list[TaskOrder], ...]
     sharing: tuple[Sharing, int, float]
+    over: frozenset[TaskId]  #: the tasks there that are over by its word, with nothing of them left to save
 
-    def same_as(self, other: Outline) -> bool:
-        """Whether both make the same plan, times left aside: the same leases, and the very same lists of orders."""
-        alike = len(self.leases) == len(other.leases) and len(self.orders) == len(other.orders)
-        alike = alike and self.sharing == other.sharing
-        alike = alike and all(one[0].id == two[0].id for one, two in zip(self.leases, other.leases, strict=True))
-        return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+    def is_no_news_after(self, other: Outline) -> bool:
+        """Whether a node that was told of the `other` needs no word of this: it has the very same lists of orders.
+
+        Leases of apps without orders there are no news; see `PlanNews`.
+        """
+        alike = len(self.orders) == len(other.orders) and self.sharing == other.sharing and self.over == other.over
+        alike = alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+        return alike and self._leases_used() == other._leases_used()
+
+    def _leases_used(self) -> list[LeaseId]:
+        apps = {orders[0].app for orders in self.orders}
+        return [lease.id for lease, _ in self.leases if lease.app in apps]
 
 
 #: By node: the grounds of the plan that was sent last.
@@ -102,11 +109,16 @@ def outline_of(turn: Turn, node: model.Node) -> Outline:
     state = turn.state
     gpus = [state.gpus[gpu_id] for gpu_id in sorted(turn.index.node_gpus[node.id])]
     leases = tuple([(gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased)])
-    apps = {lease.app for lease, _ in leases}
-    apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
+    tasks = [state.tasks[task] for task in turn.index.node_tasks[node.id]]
+    apps = {lease.app for lease, _ in leases}.union([task.app for task in tasks])
     orders = [_orders_for(turn, node, app_id) for app_id in sorted(apps) if app_id in state.apps]
     settings = state.settings
-    return Outline(leases, tuple(orders), (settings.sharing, settings.seats_per_gpu, settings.quantum_s))
+    return Outline(
+        leases=leases,
+        orders=tuple(filter(None, orders)),
+        sharing=(settings.sharing, settings.seats_per_gpu, settings.quantum_s),
+        over=frozenset([task.id for task in tasks if not task.alive and not task.unflushed]),
+    )
 
 
 def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
@@ -132,7 +144,7 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
-    """Return the orders of an app for `node`; the last ones if nothing of the app has changed since."""
+    """Return the orders of an app for `node`; the very list that was returned last if they are the same."""
     app = turn.state.apps[app_id]
     if not app.active:
         return NOTHING
@@ -142,8 +154,16 @@ def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
     if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == version:
         return last[3]
     orders = _orders(turn, node, app)
+    if last is not None and last[3] == orders and _are_noted(turn.state, node, orders):
+        orders = last[3]
     said[node.id] = (app.jobs, app.state, version, orders)
     return orders
+
+
+def _are_noted(state: State, node: model.Node, orders: Sequence[TaskOrder]) -> bool:
+    """Whether `note_ordered` has noted all that these orders run, in the newest plan of their node."""
+    tasks = [state.tasks.get(order.task) for order in orders if order.want == "run"]
+    return all(task is not None and task.ordered_seq == node.plan_seq for task in tasks)
 
 
 def _orders(turn: Turn, node: model.Node, app: model.App) -> list[TaskOrder]:
@@ -516,12 +536,6 @@ def plan_news(plan: NodePlan, over: Collection[TaskId] = ()) -> PlanNews:
         if order.task not in over
     }
     return PlanNews(_digest(_SharingBody(plan.sharing, plan.seats, plan.quantum_s), 6), orders)
-
-
-def over_on(turn: Turn, node: NodeId) -> set[TaskId]:
-    """Return the tasks on a node that are over by its word, with nothing of them left to save."""
-    tasks = map(turn.state.tasks.__getitem__, turn.index.node_tasks[node])
-    return {task.id for task in tasks if not task.alive and not task.unflushed}
 
 
 class HoldingsNews(Struct, frozen=True):
