@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
@@ -416,18 +417,20 @@ def is_over(turn: Turn, app: model.App) -> bool:
 
 def _status(state: State, task: Task) -> TaskStatus:
     """Return a task as its app is told of it; one on a lost node is over as far as the app is concerned."""
-    known = {name: getattr(task, name) for name in _STATUS_FIELDS}
+    status = TaskStatus(task.id, *_status_of(task))
     if task.alive and isinstance(state.nodes[task.node].state, model.Lost):
-        known |= {"phase": "exited", "outcome": "preempted", "reason": f"node {task.node}{WAS_LOST}"}
-    return TaskStatus(task=task.id, **known)
+        return replace(status, phase="exited", outcome="preempted", reason=f"node {task.node}{WAS_LOST}")
+    return status
 
 
+#: The fields that a task and its status have in common, in the order of a status, after the task's id.
 _STATUS_FIELDS = tuple(name for name in TaskStatus.__struct_fields__ if name != "task")
+_status_of = attrgetter(*_STATUS_FIELDS)
 
 
 def take_task(node: NodeId, status: TaskStatus) -> Task:
     """Return what a node agent said of a task, as the arbiter knows it."""
-    return Task(id=status.task, node=node, **{name: getattr(status, name) for name in _STATUS_FIELDS})
+    return Task(id=status.task, node=node, **dict(zip(_STATUS_FIELDS, _status_of(status), strict=True)))
 
 
 def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
