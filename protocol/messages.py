@@ -860,7 +860,7 @@ def seat(device: GpuId, number: int) -> GpuId:
 
 def device_of(gpu: GpuId) -> GpuId:
     """Return the device that a seat is on."""
-    return GpuId(gpu.partition("+")[0])
+    return GpuId(gpu.partition("+")[0]) if "+" in gpu else gpu
 
 
 class ReadLog(Struct, frozen=True, tag=True):

@@ -487,6 +487,8 @@ class World:
 
     def _perform(self, actor: Actor, effect: Any) -> None:
         match effect:
+            case EventRecord() | StretchRecord() | ActRecord() | LossRecord():
+                pass  # for the ledger, which a world has not
             case Decide() | Sell():
                 self._ask_policy(effect)
             case RoundRecord():
@@ -499,8 +501,6 @@ class World:
                     self.on_account(effect)
             case EpochTaken():
                 self.epoch = effect.epoch
-            case ActRecord() | EventRecord() | StretchRecord() | LossRecord():
-                pass  # for the ledger, which a world has not
             case Note():
                 self.notes.append((self.now, effect))
             case Accepted(_, app):

@@ -46,13 +46,13 @@ def say(turn: Turn) -> None:
 def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:
     outline = plans.outline_of(turn, node)
     said = plans.OUTLINES.of(turn.index).get(node.id)
-    if not restate and node.plan_digest and said is not None and said.same_as(outline):
+    awaits = _awaits_plan(turn, node)
+    if not (restate or awaits) and node.plan_digest and said is not None and outline.is_no_news_after(said):
         return
     plans.OUTLINES.of(turn.index)[node.id] = outline
-    plan = plans.plan_of(turn, node, outline)
-    over = plans.over_on(turn, node.id)
+    plan, over = plans.plan_of(turn, node, outline), outline.over
     news = plans.plan_news(plan, over)
-    changed = not (node.plan_digest and news.told_by(node.plan_digest, over)) or _awaits_plan(turn, node)
+    changed = awaits or not (node.plan_digest and news.told_by(node.plan_digest, over))
     # The arbiter forgets a task that is over by a report on a later plan than those that ordered it.
     changed = changed or (restate and not over <= {order.task for order in plan.tasks})
     if changed or news.digest != node.plan_digest:
@@ -82,11 +82,13 @@ def _say_holdings(turn: Turn, app: model.App, *, restate: bool) -> None:
     over = isinstance(app.state, model.Settled | model.Refused)
     if app.id not in turn.apps and (over or not (turn.hears(app) or app.id in turn.index.holders)):
         return  # nothing is restated to an app that is over, or to an agent that is gone
+    ended = isinstance(app.state, model.Settled)
+    digest = _ended_digest(turn, app) if ended else ""
+    known = ended and digest == app.holdings_digest
+    if known and not restate:
+        return
     holdings = plans.holdings_of(turn, app)
-    if isinstance(app.state, model.Settled):
-        digest = _ended_digest(turn, app)
-        known = digest == app.holdings_digest
-    else:
+    if not ended:
         news = plans.holdings_news(app, holdings)
         digest = news.digest
         known = news.told_by(app.holdings_digest) or _is_told_by_preempt(turn, app, holdings)

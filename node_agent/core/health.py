@@ -209,6 +209,8 @@ class Health:
         """Return a seat's status with its quarantine and strangers; the driver's own word comes first."""
         barred = self.quarantine(status.gpu)
         told = barred or self.remark(status.gpu) or self.mps_trouble(status.gpu) if status.healthy else ""
+        if not (barred or told):
+            return status
         return replace(status, quarantined=bool(barred), detail=told or status.detail)
 
     def remark(self, gpu: GpuId) -> str:

@@ -46,6 +46,7 @@ class Gpus:
         self._unmeasured_since: dict[GpuId, float] = {}
         self.seats = 1  #: of each device
         self._plain = True  #: no device ever had a second seat
+        self._told: dict[GpuId, tuple[tuple[object, ...], GpuStatus]] = {}  #: by seat: its last status, and its grounds
 
     def seat(self, count: int) -> None:
         """Have `count` seats on each device."""
@@ -262,6 +263,18 @@ class Gpus:
     def _status(
         self, sample: GpuSample, gpu: GpuId, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId]
     ) -> GpuStatus:
+        """Return the status of a seat: the last one while all that it follows from is the same."""
+        here, measured = self._on(sample.gpu, tasks), self._sampled_mark >= self._touched.get(gpu, 0)
+        returning = [task.id for task in here if task.id in awaited]
+        grounds = (sample, here, returning, measured, self._blind, self._blind_for_long)
+        known = self._told.get(gpu)
+        if known is None or known[0] != grounds:
+            known = self._told[gpu] = grounds, self._look_at(sample, gpu, tasks, awaited)
+        return known[1]
+
+    def _look_at(
+        self, sample: GpuSample, gpu: GpuId, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId]
+    ) -> GpuStatus:
         obstacle = self.obstacle(gpu, tasks, awaited=awaited)
         return GpuStatus(
             gpu=gpu,
@@ -279,6 +292,8 @@ class Gpus:
 
 def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
     """Return the seats of a device: `count` of them, and others that are still used."""
+    if count == 1 and not used:
+        return [device]
     seats = [seat(device, number) for number in range(count)]
     return seats + sorted(gpu for gpu in used if device_of(gpu) == device and gpu not in seats)
 

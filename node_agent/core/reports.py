@@ -100,63 +100,63 @@ def _judged(node: NodeState, seat: GpuStatus) -> GpuStatus:
 
 
 def _task_status(node: NodeState, task: Task) -> TaskStatus:
-    status = _status(task, node.now)
-    status = replace(status, cooperative=task.facts.can_park or node.methods.has_driver(task))
+    facts, methods, tasks = task.facts, node.methods, node.tasks.values()
     trains = isinstance(task.state, Starting | Loading | Running)
-    helpless = trains and node.methods.is_helpless(task, node.tasks.values())
-    status = replace(status, other_gpus=moves.other_gpus(node, task), helpless=helpless)
-    if task.ranks.apart:  # together with its other parts
-        stands = "hold" not in task.facts.refused
-        parks = stands and bool(node.methods.usable(task, ("suspend",), node.tasks.values()))
-        status = replace(status, cooperative=parks, can_checkpoint=stands and status.can_checkpoint)
-    if not node.sharing.active:
-        return status
-    resting = task.want == "run" and isinstance(task.state, Suspending | Suspended | Resuming)
-    measured = node.sharing.measured(task, status.measured, node.tasks)
-    return replace(status, measured=measured, phase="resting" if resting else status.phase)
-
-
-def _status(task: Task, now: float) -> TaskStatus:
-    facts, state, age_s = task.facts, task.state, task.age_s(now)
-    ended = state if isinstance(state, Exited) else None
+    stands = not task.ranks.apart or "hold" not in facts.refused  # one that is apart leaves together with its others
+    parks = facts.can_park or methods.has_driver(task)
+    if task.ranks.apart:
+        parks = stands and bool(methods.usable(task, ("suspend",), tasks))
+    measured, phase = _measured(task, node.now), task.phase
+    if node.sharing.active:
+        resting = task.want == "run" and isinstance(task.state, Suspending | Suspended | Resuming)
+        measured = node.sharing.measured(task, measured, node.tasks)
+        phase = "resting" if resting else phase
+    ended = task.state if isinstance(task.state, Exited) else None
     return TaskStatus(
         task=task.id,
         app=task.app,
         job=task.job,
         attempt=task.attempt,
-        gpus=task.home if isinstance(state, Suspended) else task.gpus,
-        phase=task.phase,
+        gpus=task.home if isinstance(task.state, Suspended) else task.gpus,
+        phase=phase,
         step=max(facts.step, task.ranks.late_at),
         start_step=facts.start_step,
         saved_step=facts.saved_step,
         total_steps=facts.total_steps,
         step_s=facts.step_s,
-        cooperative=facts.can_park,
-        can_checkpoint=facts.can_checkpoint,
+        cooperative=parks,
+        can_checkpoint=stands and facts.can_checkpoint,
         suspensions=facts.suspensions,
         outcome=ended.outcome if ended else None,
         exit_code=ended.exit_code if ended else None,
-        reason=task.complaint or _reason(state),
+        reason=task.complaint or _reason(task.state),
         metrics=facts.metrics,
-        measured=Measured(
-            source=facts.source,
-            confidence=facts.confidence,
-            peak_bytes=facts.peak_bytes,
-            trough_bytes=facts.trough_bytes,
-            reserved_bytes=facts.reserved_bytes,
-            periods=facts.periods,
-            parked_bytes=facts.parked_bytes,
-            utilisation=facts.utilisation,
-            cost_s=facts.suspend_s + facts.resume_s,
-            remark=_no_numbers(facts.diverged),
-            diverged=facts.diverged,
-            ran_s=facts.cost.ran_s(age_s),
-            unsaved_s=0.0 if facts.left else facts.cost.unsaved_s(age_s),
-        ),
+        measured=measured,
         samples=facts.samples,
         unflushed=ended is not None and ended.unflushed,
         stop_at=task.ranks.stood[0],
         will_stop=task.ranks.stood[1],
+        other_gpus=moves.other_gpus(node, task),
+        helpless=trains and methods.is_helpless(task, tasks),
+    )
+
+
+def _measured(task: Task, now: float) -> Measured:
+    facts, age_s = task.facts, task.age_s(now)
+    return Measured(
+        source=facts.source,
+        confidence=facts.confidence,
+        peak_bytes=facts.peak_bytes,
+        trough_bytes=facts.trough_bytes,
+        reserved_bytes=facts.reserved_bytes,
+        periods=facts.periods,
+        parked_bytes=facts.parked_bytes,
+        utilisation=facts.utilisation,
+        cost_s=facts.suspend_s + facts.resume_s,
+        remark=_no_numbers(facts.diverged),
+        diverged=facts.diverged,
+        ran_s=facts.cost.ran_s(age_s),
+        unsaved_s=0.0 if facts.left else facts.cost.unsaved_s(age_s),
     )
 
 

@@ -65,7 +65,7 @@ class NodeState:
 
     def in_order(self) -> tuple[Task, ...]:
         """Return every task, in order of its id."""
-        return tuple(self.tasks[key] for key in sorted(self.tasks))
+        return tuple(map(self.tasks.__getitem__, sorted(self.tasks)))
 
     def story(self, task: TaskId) -> tuple[str, ...]:
         """Return what happened to `task`, oldest first; empty if it is unknown."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from arbiter.core.leases import plans
 from arbiter.core.members import apps
 from arbiter.core.outbox import say
 from arbiter.core.state.model import Draining, Free
@@ -71,6 +74,43 @@ def test_a_report_that_only_says_where_a_job_runs_is_not_answered_nor_that_it_st
     (holdings,) = sent(effects, Holdings)
     assert [each.phase for each in holdings.tasks] == ["running"]
     assert holdings.acked == site.seqs["app-ana-1"]
+
+
+def made(monkeypatch: pytest.MonkeyPatch, name: str) -> list[str]:
+    """Return a list that grows with every call of this function of `plans`."""
+    calls: list[str] = []
+    real = getattr(plans, name)
+
+    def counted(*arguments: object) -> object:
+        calls.append(name)
+        return real(*arguments)
+
+    monkeypatch.setattr(plans, name, counted)
+    return calls
+
+
+def test_no_plan_is_made_where_no_order_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    site = granted()
+    site.app("ana-1", jobs=[wish("ana-1", 0, [ONE])])
+    plans_made = made(monkeypatch, "plan_news")
+    assert kinds(site.node("n1", tasks=[task("ana-1", 0, [ONE])], used=[ONE])) == ["Holdings"]  # it runs
+    assert plans_made == []
+    site.node("n1", 2, tasks=[task("ana-1", 0, [ONE])], used=[ONE])
+    assert site.app("bob-1")  # is given the other GPU, for which there is no order yet
+    assert plans_made == []
+    assert kinds(site.app("ana-1", state="finished", demand=0)) == ["NodePlan"]
+    assert plans_made == ["plan_news"]
+
+
+def test_no_holdings_are_made_for_an_app_that_is_over_and_will_be_told_at_its_very_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = running()
+    holdings_made = made(monkeypatch, "holdings_of")
+    assert kinds(site.app("ana-1", state="finished", demand=0)) == ["NodePlan"]
+    assert holdings_made == []
+    assert kinds(site.node("n1")) == ["Holdings"]
+    assert holdings_made == ["holdings_of"]
 
 
 def test_a_report_that_takes_something_back_is_answered_at_once() -> None:

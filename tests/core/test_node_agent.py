@@ -27,12 +27,13 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.core.model import TRANSITIONS, Exited, IllegalTransition, Running
-from node_agent.core.proof import TOLERATED_S
+from node_agent.core.proof import TOLERATED_S, Gpus
 from protocol.core import Connected, Received, Send
 from protocol.log_ends import without_log_end
 from protocol.messages import (
     ARBITER,
     AppId,
+    GpuId,
     JobId,
     LogChunk,
     NodeReport,
@@ -191,6 +192,28 @@ def test_a_gpu_is_empty_only_after_a_measurement_that_began_after_its_worker_had
     assert not bench.gpu_status(0).empty
     bench.measure()
     assert bench.gpu_status(0).empty
+
+
+def test_of_a_seat_on_which_nothing_has_changed_the_proof_is_not_sought_again(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked: list[GpuId] = []
+    real = Gpus.obstacle
+
+    def counted(gpus: Gpus, seat: GpuId, tasks: object, **more: object) -> str:
+        looked.append(seat)
+        return real(gpus, seat, tasks, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Gpus, "obstacle", counted)
+    bench.run(A, 0)
+    assert gpu(1) not in looked
+    looked.clear()
+    bench.worker(A, progress(9))
+    bench.wait(5.0)
+    assert set(looked) == {gpu(0)}
+    bench.measure(sample(1, process(None, GIB, pid=7)))
+    bench.wait(5.0)
+    assert bench.gpu_status(1).strangers == 1
 
 
 def test_the_next_task_starts_only_after_that_measurement(bench: Bench) -> None:

@@ -54,16 +54,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
         return
     turn.state.aligned = {gpu: end for gpu, end in turn.state.aligned.items() if end > turn.now}
     _keep_gangs_together(turn)
-    waiting: dict[_Kind, list[App]] = {}
-    promised, shared = leases.promised(turn), _has_guests(turn)
-    kinds = KINDS.of(turn.index)
-    for app_id in turn.index.active - promised.keys():
-        app, known = turn.state.apps[app_id], kinds.get(app_id)
-        if known is None or known[0] is not app:
-            known = kinds[app_id] = (app, _kind_of(app))
-        kind = known[1] if app.whole_gpus or not shared else None
-        if kind and turn.hears(app) and not (app_id in turn.index.holders and leases.held(turn, app_id)):
-            waiting.setdefault(kind, []).append(app)
+    waiting = _waiting(turn)
     since = {
         (each.gang, each.spans, each.level_max, each.gpu_types, each.min_memory_bytes): each.since
         for each in turn.state.blocked
@@ -82,6 +73,23 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
             found = replace(found, since=turn.now) if aligned else found
         blocked.append(found)
     turn.state.blocked = tuple(blocked)
+
+
+def _waiting(turn: Turn) -> dict[_Kind, list[App]]:
+    """Return the apps that have no GPU and are promised none, by the kind of their gangs."""
+    index, apps, kinds = turn.index, turn.state.apps, KINDS.of(turn.index)
+    without = index.active - leases.promised(turn).keys()
+    without -= {app_id for app_id in without & index.holders if leases.held(turn, app_id)}
+    waiting: dict[_Kind, list[App]] = {}
+    shared = _has_guests(turn)
+    for app_id in without:
+        app, known = apps[app_id], kinds.get(app_id)
+        if known is None or known[0] is not app:
+            known = kinds[app_id] = (app, _kind_of(app))
+        kind = known[1]
+        if kind and (not shared or app.whole_gpus) and turn.hears(app):
+            waiting.setdefault(kind, []).append(app)
+    return waiting
 
 
 def _kind_of(app: App) -> _Kind | None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from collections.abc import Collection, Mapping, Sequence
+from operator import attrgetter
 
 import msgspec
 from msgspec import Struct
@@ -82,13 +83,20 @@ class Outline(Struct, frozen=True):
     leases: tuple[tuple[model.Lease, model.Gpu], ...]
     orders: tuple[list[TaskOrder], ...]
     sharing: tuple[Sharing, int, float]
+    over: frozenset[TaskId]  #: the tasks there that are over by its word, with nothing of them left to save
 
-    def same_as(self, other: Outline) -> bool:
-        """Whether both make the same plan, times left aside: the same leases, and the very same lists of orders."""
-        alike = len(self.leases) == len(other.leases) and len(self.orders) == len(other.orders)
-        alike = alike and self.sharing == other.sharing
-        alike = alike and all(one[0].id == two[0].id for one, two in zip(self.leases, other.leases, strict=True))
-        return alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+    def is_no_news_after(self, other: Outline) -> bool:
+        """Whether a node that was told of the `other` needs no word of this: it has the very same lists of orders.
+
+        Leases of apps without orders there are no news; see `PlanNews`.
+        """
+        alike = len(self.orders) == len(other.orders) and self.sharing == other.sharing and self.over == other.over
+        alike = alike and all(one is two for one, two in zip(self.orders, other.orders, strict=True))
+        return alike and self._leases_used() == other._leases_used()
+
+    def _leases_used(self) -> list[LeaseId]:
+        apps = {orders[0].app for orders in self.orders}
+        return [lease.id for lease, _ in self.leases if lease.app in apps]
 
 
 #: By node: the grounds of the plan that was sent last.
@@ -102,11 +110,16 @@ def outline_of(turn: Turn, node: model.Node) -> Outline:
     state = turn.state
     gpus = [state.gpus[gpu_id] for gpu_id in sorted(turn.index.node_gpus[node.id])]
     leases = tuple([(gpu.state.lease, gpu) for gpu in gpus if isinstance(gpu.state, Leased)])
-    apps = {lease.app for lease, _ in leases}
-    apps |= {state.tasks[task].app for task in turn.index.node_tasks[node.id]}
+    tasks = [state.tasks[task] for task in turn.index.node_tasks[node.id]]
+    apps = {lease.app for lease, _ in leases}.union([task.app for task in tasks])
     orders = [_orders_for(turn, node, app_id) for app_id in sorted(apps) if app_id in state.apps]
     settings = state.settings
-    return Outline(leases, tuple(orders), (settings.sharing, settings.seats_per_gpu, settings.quantum_s))
+    return Outline(
+        leases=leases,
+        orders=tuple(filter(None, orders)),
+        sharing=(settings.sharing, settings.seats_per_gpu, settings.quantum_s),
+        over=frozenset([task.id for task in tasks if not task.alive and not task.unflushed]),
+    )
 
 
 def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
@@ -132,7 +145,7 @@ def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> Nod
 
 
 def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
-    """Return the orders of an app for `node`; the last ones if nothing of the app has changed since."""
+    """Return the orders of an app for `node`; the very list that was returned last if they are the same."""
     app = turn.state.apps[app_id]
     if not app.active:
         return NOTHING
@@ -142,8 +155,16 @@ def _orders_for(turn: Turn, node: model.Node, app_id: AppId) -> list[TaskOrder]:
     if last is not None and last[0] is app.jobs and last[1] is app.state and last[2] == version:
         return last[3]
     orders = _orders(turn, node, app)
+    if last is not None and last[3] == orders and _are_noted(turn.state, node, orders):
+        orders = last[3]
     said[node.id] = (app.jobs, app.state, version, orders)
     return orders
+
+
+def _are_noted(state: State, node: model.Node, orders: Sequence[TaskOrder]) -> bool:
+    """Whether `note_ordered` has noted all that these orders run, in the newest plan of their node."""
+    tasks = [state.tasks.get(order.task) for order in orders if order.want == "run"]
+    return all(task is not None and task.ordered_seq == node.plan_seq for task in tasks)
 
 
 def _orders(turn: Turn, node: model.Node, app: model.App) -> list[TaskOrder]:
@@ -396,18 +417,20 @@ def is_over(turn: Turn, app: model.App) -> bool:
 
 def _status(state: State, task: Task) -> TaskStatus:
     """Return a task as its app is told of it; one on a lost node is over as far as the app is concerned."""
-    known = {name: getattr(task, name) for name in _STATUS_FIELDS}
+    status = TaskStatus(task.id, *_status_of(task))
     if task.alive and isinstance(state.nodes[task.node].state, model.Lost):
-        known |= {"phase": "exited", "outcome": "preempted", "reason": f"node {task.node}{WAS_LOST}"}
-    return TaskStatus(task=task.id, **known)
+        return replace(status, phase="exited", outcome="preempted", reason=f"node {task.node}{WAS_LOST}")
+    return status
 
 
+#: The fields that a task and its status have in common, in the order of a status, after the task's id.
 _STATUS_FIELDS = tuple(name for name in TaskStatus.__struct_fields__ if name != "task")
+_status_of = attrgetter(*_STATUS_FIELDS)
 
 
 def take_task(node: NodeId, status: TaskStatus) -> Task:
     """Return what a node agent said of a task, as the arbiter knows it."""
-    return Task(id=status.task, node=node, **{name: getattr(status, name) for name in _STATUS_FIELDS})
+    return Task(id=status.task, node=node, **dict(zip(_STATUS_FIELDS, _status_of(status), strict=True)))
 
 
 def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
@@ -516,12 +539,6 @@ def plan_news(plan: NodePlan, over: Collection[TaskId] = ()) -> PlanNews:
         if order.task not in over
     }
     return PlanNews(_digest(_SharingBody(plan.sharing, plan.seats, plan.quantum_s), 6), orders)
-
-
-def over_on(turn: Turn, node: NodeId) -> set[TaskId]:
-    """Return the tasks on a node that are over by its word, with nothing of them left to save."""
-    tasks = map(turn.state.tasks.__getitem__, turn.index.node_tasks[node])
-    return {task.id for task in tasks if not task.alive and not task.unflushed}
 
 
 class HoldingsNews(Struct, frozen=True):

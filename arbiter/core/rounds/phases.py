@@ -183,7 +183,7 @@ def _try(turn: Turn) -> None:
     gpus = seats.shown(turn)
     probes = turn.policy.traits.probes and bool(gpus)
     if probes:
-        apps, _ = views.looks(turn, gpus)
+        apps = views.looks(turn, gpus).apps
         if any(app.want > 0 for app in apps):
             _probe(turn, apps)
             return

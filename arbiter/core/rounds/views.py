@@ -44,18 +44,28 @@ class Shown(Struct, frozen=True):
     view: AppView
     matters: bool  #: whether the round could give it something, or take it
     movable: bool  #: whether a parked job of it can be moved, which depends on what is free
+    stands: bool  #: whether it stays true while neither the app nor what it has changes, whatever else is in play
+    keeps: int  #: the GPUs that it has and that are not in play
+    waits: bool  #: whether it is an interactive app that has nothing and wants some
 
 
 SHOWN: Cache[AppId, Shown] = Cache(by_app=True)
 
 
+class Looks(Struct, frozen=True):
+    """The apps that a round could give something or take it, in order of arrival, and what is known of the others."""
+
+    apps: list[AppView]
+    unseen: dict[TenantId, int]  #: the GPUs of the others, by tenant
+    interactive_wait: bool  #: whether an interactive app has nothing and wants some
+
+
 def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, float]) -> View:
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state, index = turn.state, turn.index
-    apps, unseen = looks(turn, gpus)
-    if rhos:
-        apps = _with_rhos(turn, apps, rhos)
-    waits = _any_waits(turn, apps)
+    seen = looks(turn, gpus)
+    apps = _with_rhos(turn, seen.apps, rhos) if rhos else seen.apps
+    waits = seen.interactive_wait and _serves_interactive(turn)
     may_be_taken, holders = takeable(turn, gpus) if waits else ((), ())
     return View(
         round=state.round,
@@ -66,7 +76,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         apps=tuple(apps),
         now=turn.now,
         apps_integral=state.apps_count.integral(turn.now),
-        unseen=unseen,
+        unseen=seen.unseen,
         seats=seats.seats_of(turn),
         shared=state.settings.shared,
         nodes=nodes_of(turn),
@@ -82,47 +92,94 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     )
 
 
-def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> tuple[list[AppView], dict[TenantId, int]]:
-    """Return the apps that the round could give something or take it, and the GPUs of the others by tenant.
+def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> Looks:
+    """Return what a round about these GPUs sees of all active apps.
 
-    This walks over all active apps, up to twice a round: what one of them costs is what a round costs.
+    This walks over all of them, up to twice a round: what one of them costs is what a round costs. So the walks only
+    compare; an app is looked at anew if it has changed, or what it may be given.
     """
-    state, index = turn.state, turn.index
-    promised = leases.promised(turn)
-    found: list[AppView] = []
-    unseen: dict[TenantId, int] = {}
-    guests = seats.seating(turn).guests
-    in_play = _in_play(index, gpus)
-    known, versions, divided, apps, seen = SHOWN.of(index), index.versions, index.divided, state.apps, state.seen
-    heard_since = turn.now - state.settings.app_timeout_s + 1.0  # about: `hears` says it to the last bit
+    index, apps, seen = turn.index, turn.state.apps, turn.state.seen
+    known, versions = SHOWN.of(index), index.versions
+    ids = [app_id for _, app_id in index.order]
+    _look_anew(
+        turn,
+        gpus,
+        [
+            app_id
+            for app_id in ids
+            if (shown := known.get(app_id)) is None
+            or shown.app is not apps[app_id]
+            or shown.version != versions[app_id]
+            or not shown.stands
+        ],
+    )
+    found = [known[app_id] for app_id in ids]
+    heard_since = turn.now - turn.state.settings.app_timeout_s + 1.0  # about: `hears` says it to the last bit
+    quiet = {app_id for app_id in ids if seen.get(app_id, 0.0) <= heard_since}
+    if quiet:
+        found = [_as_heard(turn, shown) if shown.app.id in quiet else shown for shown in found]
     traits = turn.policy.traits
+    # Where a policy deals with seats, no other app may have one beside this one's without a look at it.
     sees_holders = traits.shares or traits.all_holders
-    for _, app_id in index.order:
-        app, shown = apps[app_id], known.get(app_id)
+    unseen: dict[TenantId, int] = {}
+    for shown in [shown for shown in found if shown.keeps and not (shown.matters or sees_holders)]:
+        unseen[shown.app.tenant] = unseen.get(shown.app.tenant, 0) + shown.keeps
+    return Looks(
+        [shown.view for shown in found if shown.matters or (sees_holders and shown.keeps)],
+        unseen,
+        any(shown.waits for shown in found),
+    )
+
+
+def _look_anew(turn: Turn, gpus: Mapping[GpuId, GpuView], changed: Sequence[AppId]) -> None:
+    """Bring up to date what is shown of these apps, and of those of whom GPUs are in play, or seats a guest's."""
+    index, known = turn.index, SHOWN.of(turn.index)
+    promised, guests, in_play = leases.promised(turn), seats.seating(turn).guests, _in_play(index, gpus)
+    apart = index.active if index.divided else index.active & (in_play.keys() | guests.keys())
+    for app_id in apart.union(changed):
+        app, shown = turn.state.apps[app_id], known.get(app_id)
         renewable, guest_at = in_play.get(app_id, ()), guests.get(app_id, ())
         if (
             shown is None
             or shown.app is not app
-            or shown.version != versions[app_id]
+            or shown.version != index.versions[app_id]
             or shown.renewable != renewable
             or shown.guest_at != guest_at
-            or ((divided or shown.movable) and shown.view.only != seats.only(turn, app, guest_at))
+            or ((index.divided or shown.movable) and shown.view.only != seats.only(turn, app, guest_at))
         ):
-            look = _look_at(turn, app, renewable, guest_at, promised.get(app_id, ()))
-            matters = bool(renewable) or look.want > 0
-            movable = seats.movable(app)
-            shown = Shown(app, versions[app_id], renewable, guest_at, look, matters, movable)
-            known[app_id] = shown
-        view, matters = shown.view, shown.matters
-        if matters and seen.get(app_id, app.arrived_at) <= heard_since and not turn.hears(app):
-            view = replace(view, demand_max=min(view.demand_max, turn.usable(app)))
-            matters = bool(view.demand_max and (renewable or view.want))
-        # Where a policy deals with seats, no other app may have one beside this one's without a look at it.
-        if matters or (sees_holders and view.kept):
-            found.append(view)
-        elif view.kept:
-            unseen[app.tenant] = unseen.get(app.tenant, 0) + len(view.kept)
-    return found, unseen
+            known[app_id] = _shown(turn, app, renewable, guest_at, promised.get(app_id, ()))
+
+
+def _shown(
+    turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
+) -> Shown:
+    view, movable = _look_at(turn, app, renewable, guest_at, promised), seats.movable(app)
+    return Shown(
+        app=app,
+        version=turn.index.versions[app.id],
+        renewable=renewable,
+        guest_at=guest_at,
+        view=view,
+        matters=bool(renewable) or view.want > 0,
+        movable=movable,
+        stands=not (movable or renewable or guest_at),
+        keeps=len(view.kept),
+        waits=_waits(view),
+    )
+
+
+def _as_heard(turn: Turn, shown: Shown) -> Shown:
+    """Return what is shown of an app, or if its agent is silent: then it can use only that on which it runs."""
+    if not shown.matters or turn.hears(shown.app):
+        return shown
+    view = replace(shown.view, demand_max=min(shown.view.demand_max, turn.usable(shown.app)))
+    matters = bool(view.demand_max and (shown.renewable or view.want))
+    return replace(shown, view=view, matters=matters, waits=matters and _waits(view))
+
+
+def _waits(view: AppView) -> bool:
+    """Whether this is an interactive app that has nothing and wants some."""
+    return view.requirements.kind == "interactive" and view.want > 0 and not (view.kept or view.renewable)
 
 
 def _in_play(index: Index, gpus: Mapping[GpuId, GpuView]) -> dict[AppId, tuple[GpuId, ...]]:
@@ -304,8 +361,7 @@ def leaving(turn: Turn) -> frozenset[AppId]:
 
 def interactive_waits(turn: Turn) -> bool:
     """Whether an interactive app that this layer serves has nothing: a reason for a round where nothing is in play."""
-    settings = turn.state.settings
-    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
+    if not _serves_interactive(turn):
         return False
     without = (turn.state.apps[app] for app in turn.index.active - turn.index.holders)
     return any(app.requirements.kind == "interactive" and not app.held_by for app in without)
@@ -335,12 +391,7 @@ def emptying(turn: Turn) -> tuple[GpuView, ...]:
     return tuple(found)
 
 
-def _any_waits(turn: Turn, apps: Sequence[AppView]) -> bool:
-    """Whether one of `apps` is an interactive app that this layer serves and that has nothing."""
+def _serves_interactive(turn: Turn) -> bool:
+    """Whether interactive apps are served by the layer for them, and not by the policy or as guests."""
     settings = turn.state.settings
-    if settings.shared or not interactive.serves(turn.policy, settings.interactive_share):
-        return False
-    for app in apps:
-        if app.requirements.kind == "interactive" and app.want > 0 and not app.kept and not app.renewable:
-            return True
-    return False
+    return not settings.shared and interactive.serves(turn.policy, settings.interactive_share)

@@ -81,6 +81,8 @@ class Pool(Struct):
     @property
     def gpus_per_weight(self) -> float:
         """The GPUs of an app of weight 1, however few it can use."""
+        if not self.groups:
+            return 0.0
         weight = fsum(group.weight * group.apps for group in self.groups.values())
         return self.gpus / weight if weight > 0.0 else 0.0
 
@@ -95,6 +97,8 @@ class Pool(Struct):
 
     def accrued(self, now: float) -> dict[str, float]:
         """Return what was fair for one app of each group by `now`, by the group's key."""
+        if not self.groups:
+            return {}
         per_weight, elapsed = self.gpus_per_weight, now - self.since
         return {
             key: group.fair_gpu_s + min(group.demand, group.weight * per_weight) * elapsed

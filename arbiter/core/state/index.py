@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
@@ -35,7 +35,10 @@ class Cache(Generic[KeyT, ValueT]):
 
     def of(self, index: Index) -> dict[KeyT, ValueT]:
         """Return what is kept now."""
-        return cast("dict[KeyT, ValueT]", index.caches.setdefault(self, {}))
+        kept = index.caches.get(self)
+        if kept is None:
+            kept = index.caches[self] = {}
+        return kept
 
 
 @dataclass(frozen=True, eq=False)
