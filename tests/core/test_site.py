@@ -334,12 +334,15 @@ def test_a_plan_beyond_the_newest_that_was_sent_says_that_the_journal_forgot_som
     assert taken(effects) == [EpochTaken(2, OURS)]
 
 
-def after_a_power_cut(site: Site, backup: bytes) -> Sequence[Effect]:
-    """Go on with a journal that has lost the last moments, of the same epoch, while the node went on as it was told."""
+def after_a_power_cut(site: Site, backup: bytes, epoch: int = 0) -> Sequence[Effect]:
+    """Go on with a journal that has lost the last moments, while the node went on as it was told.
+
+    Those were of the same epoch, or also of later ones: the newest `epoch` is known from elsewhere.
+    """
     site.arbiter = Arbiter.restored(backup)
     site.now += 5.0
     site.journal.clear()
-    site.epoch = site.arbiter.state.epoch
+    site.epoch = max(epoch, site.arbiter.state.epoch)
     return site.lead()
 
 
@@ -354,7 +357,7 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
     assert (plan.epoch, newest.epoch) == (2, 1)
     assert plan.after < newest.seq, "its node cannot tell that this arbiter knows too little"
     effects = report(site, "n1", uses, plan=(newest.epoch, newest.seq))
-    words = f"n1 knows plan {newest.seq} of epoch 1, and of that epoch ours knows the plans up to {plan.after}"
+    words = f"n1 knows plan {newest.seq} of epoch 1, and ours knows its plans up to {plan.after}"
     assert words in notes(effects)
     effects += site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
     assert sent(effects, NodePlan) == [], "it spoke before it had listened"
@@ -365,6 +368,21 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
         assert plan.seq > newest.seq
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_a_journal_that_has_lost_a_whole_epoch_is_told_so() -> None:
+    """The epoch that the node has seen is newer than the journal's, and older than the one that is led in."""
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    site.lead()
+    second = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup, newest.epoch)
+    assert (newest.epoch, site.arbiter.state.epoch) == (2, 3)
+    assert taken(report(site, "n1", {second: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(4, OURS)]
+    site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    site.wait(12.0)
+    assert site.held("bob-1") == [second]
 
 
 def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> None:

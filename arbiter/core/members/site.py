@@ -9,7 +9,7 @@ is at work, is found out before it has said anything:
 - *Adoption* (`--adopt-site`, after a loss): the site that is first heard becomes its own, and the epoch goes beyond all
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
 - *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
-  the last moments: a report of a newer epoch says so, or of a later plan of the epoch before. Nodes obey no plan of an
+  the last moments: a report of a newer epoch says so, or of a later plan of an epoch before. Nodes obey no plan of an
   arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
   epoch goes beyond, and what runs is adopted likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
@@ -47,7 +47,7 @@ def begin(turn: Turn, before: int) -> None:
     """
     state = turn.state
     state.heard_own = state.behind = False
-    state.journal_epoch, state.epoch_before = 0, before
+    state.journal_epoch, state.epoch_before = 0, state.epoch - 1
     for node in list(state.nodes.values()):
         state.nodes[node.id] = replace(node, plan_seq_before=node.plan_seq, plan_seq_unknown=0)
     state.foreign.clear()
@@ -135,7 +135,7 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
     if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
         _overtake(turn, report, f"newer than ours ({state.epoch})")
     elif known is not None and report.plan_seq > known.plan_seq_unknown and nodes.knows_more(state, known, report):
-        knows = f"and of that epoch ours knows the plans up to {known.plan_seq_before}"
+        knows = f"and ours knows its plans up to {known.plan_seq_before}"
         turn.tell(known.id, f"has obeyed plan {report.plan_seq} of epoch {report.epoch}, {knows}", loudly=True)
         if not state.behind and _just_began(turn):
             _overtake(turn, report, knows)
