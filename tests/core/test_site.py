@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
@@ -11,7 +12,7 @@ from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected, Tick
-from protocol.messages import Act, NodePlan, Party
+from protocol.messages import Act, GpuId, NodePlan, Party, device_of, seat
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
@@ -295,6 +296,30 @@ def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it()
     assert (over.app, over.gpu) == ("ana-1", gpu)
     (order,) = sent(effects, NodePlan)[-1].tasks
     assert (order.task, order.want) == ("bob-1.0-a0", "run")
+
+
+@pytest.mark.parametrize(("alone", "over"), [("ana-1", 2), ("bob-1", 1)])
+def test_an_app_that_has_its_gpus_to_itself_shares_none_with_an_app_of_the_backup(alone: str, over: int) -> None:
+    """bob is found on seats of the GPUs of which ana has others in the backup, and one of the two shares none."""
+    kinds = {app: {"gang": 2, "demand": 2, "spans": True} if app == alone else {} for app in ("ana-1", "bob-1")}
+    site = a_site(replace(SETTINGS, sharing="timeslice", seats=2))
+    site.node("n1", 2, site="")
+    site.wait(20.0)
+    report(site, "n1", {})
+    site.app("ana-1", run="r", site=OURS, **kinds["ana-1"])  # type: ignore[arg-type]
+    site.wait(1.0)
+    assert len(site.held("ana-1")) == over
+    backup, sent_seq = site.arbiter.snapshot(), site.plans["n1"].seq
+    site.arbiter = Arbiter.restored(backup)
+    site.handle(Configured(site.arbiter.state.settings, OURS, restored="a backup of yesterday"))
+    site.lead()
+    found = [seat(GpuId(gpu_id("n1", index)), 1) for index in (0, 1)][: 3 - over]
+    site.node("n1", tasks=[task("bob-1", 0, found)], used=found, site=OURS, plan=(1, sent_seq + 5))
+    site.app("bob-1", jobs=[wish("bob-1", 0, found)], run="r", site=OURS, **kinds["bob-1"])  # type: ignore[arg-type]
+    said = notes(site.wait(12.0))
+    assert site.held("bob-1") == found
+    assert {device_of(GpuId(gpu)) for gpu in site.held("ana-1")} & {device_of(gpu) for gpu in found} == set()
+    assert f"{len(found)} leases go on that it did not know, 1 are over that it knew" in said
 
 
 def test_what_has_changed_while_an_arbiter_listened_is_said_as_that_ends() -> None:
