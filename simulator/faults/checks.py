@@ -24,8 +24,9 @@ down, too, for the state in its journal. A journal that has lost its end knows n
 ordered before on GPUs that were not its app's then is judged again from when they are. After a bound none is left out.
 
 *One attempt.* Two attempts of one job have processes only if the older one's node had been given up for lost while its
-process lived. No participant can end that process; its later checkpoints are outranked by those of its successor. And
-the younger attempt is ordered for the first time only while no older one has a process on a node that reports.
+process lived, or was not known to a journal that has lost its end. No participant can end that process; its later
+checkpoints are outranked by those of its successor. And the younger attempt is ordered for the first time only while no
+older one has a process on a node that reports.
 
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
@@ -480,14 +481,20 @@ class Checks:
             self._accounts[effect.app] = effect
 
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
-        """Judge the first order of an attempt: no older one may have a process on a node that reports."""
+        """Judge the first order of an attempt: no older one may have a process on a node that reports.
+
+        Those on a node that enrolled in the part of the journal that was lost, and is silent since, no arbiter can end.
+        """
         nodes = world.arbiter.core.state.nodes
+        unheard = (ordered for name, ordered in self._ordered.items() if name not in nodes)
+        for earlier in (each for ordered in unheard for each in ordered.values()):
+            if earlier.task in self.forgotten and earlier.job == order.job and earlier.attempt < order.attempt:
+                self.orphaned.add(earlier.task)
         for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
             node = nodes.get(worker.node.id)
-            if node is None and worker.task in self.forgotten:  # it enrolled in the part of the journal that was lost
-                continue
-            if older and (node is None or not isinstance(node.state, Lost)):
+            given_up = worker.task in self.orphaned if node is None else isinstance(node.state, Lost)
+            if older and not given_up:
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
     # --- the participants' own state ----------------------------------------------------------------------------------

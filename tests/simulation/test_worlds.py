@@ -24,8 +24,8 @@ from arbiter.core.arbiter import Event as ArbiterEvent
 from arbiter.core.effects import EpochTaken
 from arbiter.core.state.model import ArbiterSettings, Free
 from launch.cli import app as command_line
-from protocol.core import Tick
-from protocol.messages import ARBITER, AppId, Party, TenantId
+from protocol.core import Send, Tick
+from protocol.messages import ARBITER, AppId, NodeId, NodePlan, Party, TaskId, TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults import checks
@@ -310,6 +310,29 @@ def test_a_task_is_left_out_only_if_the_journal_lost_events_after_their_commit_a
     checks.known_by = running.now
     with pytest.raises(Violation, match="which to the arbiter is free"):
         checks(running)
+
+
+def test_an_attempt_is_given_up_on_a_node_of_which_only_the_lost_part_of_a_journal_knew(running: World) -> None:
+    checks, state = judged(running), running.arbiter.core.state
+    running.run(until=running.now + 10.0)
+    (order,) = (order for orders in checks._ordered.values() for order in orders.values())
+
+    def order_attempt(number: int) -> None:
+        newer = replace(order, attempt=number, task=TaskId(f"{order.job}-a{number}"))
+        checks.judge_effects(running, [Send(NODE, NodePlan(NodeId(NODE.id), 1, 1, leases=(), tasks=(newer,)))])
+
+    ((name, node),) = state.nodes.items()
+    lives = f"is ordered while {order.task} lives"
+    del state.nodes[name]
+    with pytest.raises(Violation, match=lives):
+        order_attempt(1)
+    _free(running)
+    checks.forget(state, [], 3)
+    order_attempt(2)
+    assert order.task in checks.orphaned
+    state.nodes[name] = node
+    with pytest.raises(Violation, match=lives):
+        order_attempt(3)
 
 
 def test_nodes_know_more_than_the_journal_no_more_often_than_it_lost_its_end(running: World) -> None:
