@@ -410,6 +410,40 @@ def test_a_journal_that_has_lost_a_whole_epoch_is_told_so() -> None:
     assert site.held("bob-1") == [second]
 
 
+@pytest.mark.parametrize("away_s", [1.0, 60.0])
+def test_an_arbiter_that_ends_while_it_listens_with_an_older_journal_listens_again(away_s: float) -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    second = running(site, "bob-1", index=1)
+    newest, uses = site.plans["n1"], {gpu_id("n1", 0): "ana-1", second: "bob-1"}
+    after_a_power_cut(site, backup)
+    report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    assert site.arbiter.state.listens_until is not None
+    site.now += away_s
+    site.arbiter, site.epoch = Arbiter.restored(site.arbiter.snapshot()), site.arbiter.state.epoch
+    assert sent(site.lead(), NodePlan) == []
+    assert sent(report(site, "n1", uses, plan=(newest.epoch, newest.seq)), NodePlan) == []
+    site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    orders = sent(site.wait(12.0), NodePlan)[-1].tasks
+    assert {(order.task, order.want) for order in orders} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
+
+
+def test_a_journal_that_has_lost_the_word_of_a_new_node_is_told_so_and_keeps_what_runs_there() -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    site.node("n2", 1, site="")
+    running(site, "cyd-1", index=1)
+    gpu = running(site, "bob-1", "n2")
+    newest = site.plans["n2"]
+    after_a_power_cut(site, backup)
+    assert taken(site.node("n3", 1, site="")) == [], "it is new to the site"
+    assert taken(report(site, "n2", {gpu: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(3, OURS)]
+    site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    site.wait(12.0)
+    assert site.held("bob-1") == [gpu]
+    assert [(order.task, order.want) for order in site.plans["n2"].tasks] == [("bob-1.0-a0", "run")]
+
+
 def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> None:
     """It would order the same attempt once more, and its node would begin it anew."""
     site = a_site_at_work()
