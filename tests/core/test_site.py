@@ -322,6 +322,24 @@ def test_an_app_that_has_its_gpus_to_itself_shares_none_with_an_app_of_the_backu
     assert f"{len(found)} leases go on that it did not know, 1 are over that it knew" in said
 
 
+def test_an_app_that_is_found_beside_another_one_is_its_guest() -> None:
+    site = a_site(replace(SETTINGS, sharing="timeslice", seats=2))
+    site.node("n1", 1, site="")
+    site.wait(20.0)
+    gpu = running(site)
+    found = seat(GpuId(gpu), 1)
+    site.handle(Configured(site.arbiter.state.settings, OURS, restored="a backup of yesterday"))
+    site.lead()
+    report(site, "n1", {gpu: "ana-1", found: "bob-1"}, plan=(1, site.plans["n1"].seq + 5))
+    site.app("bob-1", jobs=[wish("bob-1", 0, [found])], run="r", site=OURS)
+    site.wait(12.0)
+    states = site.gpu_state(gpu), site.gpu_state(found)
+    assert [isinstance(each, Leased) and (each.lease.app, each.lease.guest) for each in states] == [
+        ("ana-1", False),
+        ("bob-1", True),
+    ]
+
+
 def test_what_has_changed_while_an_arbiter_listened_is_said_as_that_ends() -> None:
     site = a_site_at_work()
     gpu = gpu_id("n1", 0)

@@ -113,6 +113,12 @@ def reseat(turn: Turn) -> None:
     for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
         if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
             withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now", preempted="other")
+    _rank_guests(turn)
+
+
+def _rank_guests(turn: Turn) -> None:
+    """Under a policy that shares no GPUs: let all leases on a GPU but the first be guests'."""
+    gpus = turn.state.gpus
     for seats in turn.index.seats.values() if not turn.policy.traits.shares else ():
         leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
         for gpu in sorted(leased, key=seniority)[1:]:
@@ -323,6 +329,7 @@ def adopt(turn: Turn) -> tuple[int, int]:
             others = [isinstance(gpu.state, Leased) and gpu.state.lease.app != task.app for gpu in gpus]
             ended += sum(others) + sum(_clear(turn, gpu, task.app) for gpu in gpus)
             made += sum(_adopt(turn, gpu, task) for gpu in gpus)
+    _rank_guests(turn)
     return made, ended
 
 
