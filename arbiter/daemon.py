@@ -24,7 +24,6 @@ from arbiter.core.effects import (
     Decide,
     Decided,
     EpochTaken,
-    EventRecord,
     Note,
     PolicyFailed,
     Record,
@@ -311,7 +310,7 @@ class _Performer:
         if restored:
             await self._away(partial(self._journal.set, "restored", ""))
         for effect in effects:
-            if isinstance(effect, Note | EventRecord):
+            if isinstance(effect, Note | Record):
                 _perform(effect, self._ledger)
 
     async def _write_anchor(self) -> None:

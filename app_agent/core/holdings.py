@@ -41,6 +41,15 @@ def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
     return True
 
 
+def knows_less(app: App, message: Grant | Preempt | Holdings) -> bool:
+    """Whether the arbiter has forgotten a report that one acknowledged: its journal is older, and not to be believed.
+
+    What it does not know of would count as gone, and be begun anew, before any node has told it what runs.
+    """
+    is_newer = (message.epoch, message.seq) > app.state.view
+    return isinstance(message, Holdings) and is_newer and message.acked < app.state.acked
+
+
 def _hold(app: App, terms: Iterable[LeaseTerms]) -> None:
     app.state.held = app.state.held | {each.gpu: HeldGpu.of(each) for each in terms}
 

@@ -24,13 +24,18 @@ down, too, for the state in its journal. A journal that has lost its end knows n
 ordered before on GPUs that were not its app's then is judged again from when they are. After a bound none is left out.
 
 *One attempt.* Two attempts of one job have processes only if the older one's node had been given up for lost while its
-process lived. No participant can end that process; its later checkpoints are outranked by those of its successor. And
-the younger attempt is ordered for the first time only while no older one has a process on a node that reports.
+process lived, or was not known to a journal that has lost its end. No participant can end that process; its later
+checkpoints are outranked by those of its successor. And the younger attempt is ordered for the first time only while no
+older one has a process on a node that reports.
 
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
 *Nothing before the commit.* If the journal has lost no event but those whose commit had not ended, no node knows more.
+
+*No order by an arbiter that has forgotten some.* A node obeys no arbiter that does not know which plan of an earlier
+epoch the node obeyed last. Once an arbiter whose journal is older has listened, each task that was found where its app
+wishes it has its GPUs, if no other task is on these.
 
 *Nothing is sold twice.* Only the answer to the newest sale changes a booking or the state of an app. In a time slot to
 come, apps have booked no more GPUs of a node than it has ever had.
@@ -69,12 +74,13 @@ from math import inf
 from app_agent.core.model import Done
 from arbiter.core.effects import AppRecord, Decide, EpochTaken, LeaseRecord, LossRecord, Sell, Sold, StretchRecord
 from arbiter.core.seam import Booking
+from arbiter.core.state import model
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, Settled, State, is_first
-from node_agent.core.events import PARK_PROOF_S
+from arbiter.core.state.model import AppState, Draining, Free, Gpu, Leased, Lost, Settled, State, is_first, usable
+from node_agent.core.events import PARK_PROOF_S, RememberFence
 from node_agent.core.model import Resuming, Suspended, Task, Vacating, Waiting
 from node_agent.core.slicing import QUANTUM_S_MAX
-from protocol.core import Send
+from protocol.core import Received, Send
 from protocol.gpu_kinds import in_words, suits, wishes_kind
 from protocol.messages import (
     LEVELS,
@@ -144,6 +150,7 @@ class Checks:
         self._drained: dict[NodeId, set[LeaseId]] = {}  #: by node that is drained, the leases after the last event
         self._newest_sale = (0, 0)  #: its epoch and number
         self._bookings: dict[AppId, tuple[AppState, Booking | None]] = {}  #: after the last event
+        self._listens = False  #: the arbiter listens, as its journal is older than what nodes have seen
         self._dead_clients: dict[TaskId, float] = {}  #: since when a client of MPS lives on after a fault
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
         self._idle_since: dict[GpuId, float] = {}  #: devices without a process, that a task could use
@@ -404,6 +411,25 @@ class Checks:
             if owner is not None and owner in wishes and not suits(wishes[owner], node.gpu_type, node.memory_bytes):
                 raise Violation(f"{owner} asks for {in_words(wishes[owner])}, and has {gpu.id}", owner, gpu.id)
 
+    def judge_obedience(self, node: SimNode, event: object, effects: Sequence[object]) -> None:
+        """Judge a plan that a node obeys, before it does: the arbiter must know the last one of the epoch before."""
+        obeys = any(type(effect) is RememberFence for effect in effects)
+        if not (obeys and type(event) is Received and type(event.message) is NodePlan):
+            return
+        plan, (epoch, seq) = event.message, node.fence
+        if plan.site and plan.epoch > epoch and plan.after < seq:
+            known = f"knows its plans up to {plan.after}, and it has obeyed plan {seq}"
+            raise Violation(f"{node.id} obeys an arbiter of epoch {plan.epoch} that {known}", node.id)
+
+    def judge_adoption(self, state: State) -> None:
+        """Judge what an arbiter has leased that has just listened: each task that was found, and is wished there."""
+        listened, self._listens = self._listens, state.behind and state.listens_until is not None
+        for task in state.tasks.values() if listened and not self._listens else ():
+            for gpu in task.gpus if _is_to_go_on(state, task) else ():
+                found = state.gpus[gpu].state
+                if not isinstance(found, Leased) or found.lease.app != task.app:
+                    raise Violation(f"{task.id} was found on {gpu}, which is not leased to {task.app}", task.id, gpu)
+
     def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
         """Judge what an event has changed of bookings."""
         bookings = {app.id: (app.state, app.booking) for app in state.apps.values()}
@@ -441,6 +467,7 @@ class Checks:
             if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
                 self.forgotten.add(order.task)
         self._drained.clear()
+        self._listens = False
         for part in (self._records, self._accounts, self._stretches):
             part.clear()
         for effects in told:
@@ -480,14 +507,20 @@ class Checks:
             self._accounts[effect.app] = effect
 
     def _judge_naming(self, world: World, order: TaskOrder) -> None:
-        """Judge the first order of an attempt: no older one may have a process on a node that reports."""
+        """Judge the first order of an attempt: no older one may have a process on a node that reports.
+
+        Those on a node that enrolled in the part of the journal that was lost, and is silent since, no arbiter can end.
+        """
         nodes = world.arbiter.core.state.nodes
+        unheard = (ordered for name, ordered in self._ordered.items() if name not in nodes)
+        for earlier in (each for ordered in unheard for each in ordered.values()):
+            if earlier.task in self.forgotten and earlier.job == order.job and earlier.attempt < order.attempt:
+                self.orphaned.add(earlier.task)
         for worker in _live_workers(world):
             older = worker.spec.job == order.job and worker.spec.attempt < order.attempt
             node = nodes.get(worker.node.id)
-            if node is None and worker.task in self.forgotten:  # it enrolled in the part of the journal that was lost
-                continue
-            if older and (node is None or not isinstance(node.state, Lost)):
+            given_up = worker.task in self.orphaned if node is None else isinstance(node.state, Lost)
+            if older and not given_up:
                 raise Violation(f"{order.task} is ordered while {worker.task} lives", order.job, worker.task)
 
     # --- the participants' own state ----------------------------------------------------------------------------------
@@ -599,6 +632,28 @@ def _waits(task: Task) -> bool:
 
 def _is_held_for(gpu: Gpu | None, app: AppId) -> bool:
     return gpu is not None and not isinstance(gpu.state, Free) and gpu.state.lease.app == app
+
+
+def _is_to_go_on(state: State, task: model.Task) -> bool:
+    """Whether a task that was found runs where its app wishes it, and no other task or seat is in its way."""
+    app = state.apps.get(task.app)
+    if app is None or not app.active or app.held_by or not _runs(task):
+        return False
+    gpus = [state.gpus[gpu] for gpu in task.gpus if gpu in state.gpus]
+    devices = set(map(device_of, task.gpus))
+    others = (each for each in state.tasks.values() if each.id != task.id and _runs(each))
+    own = {gpu.id for gpu in state.gpus.values() if device_of(gpu.id) in devices and _is_held_for(gpu, task.app)}
+    return (
+        any((job.id, job.attempt) == (task.job, task.attempt) and {*task.gpus} <= {*job.gpus} for job in app.jobs)
+        and len(gpus) == len(task.gpus)
+        and all(gpu.present and usable(state, gpu) for gpu in gpus)
+        and own <= set(task.gpus)
+        and not any(devices & set(map(device_of, each.gpus)) for each in others)
+    )
+
+
+def _runs(task: model.Task) -> bool:
+    return task.alive and task.phase != "suspended"
 
 
 def _leased_to(world: World, gpu: GpuId, app: AppId) -> bool:

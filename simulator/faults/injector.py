@@ -383,8 +383,7 @@ class FaultInjector:
             world.start(party, core)
             if party == ARBITER:
                 self._loss, self._uncommitted = None, 0
-                backup = "a backup" if loss is not None and loss.told else ""
-                world.tell(party, Configured(self.settings, self.options.site, restored=backup))
+                self._configure(restored="a backup" if loss is not None and loss.told else "")
                 world.lead()
             else:
                 self._look_up(world.apps[party.id], core)
@@ -392,6 +391,18 @@ class FaultInjector:
                 world.tell(party, Connected())
         for event in self._mail.pop(party, ()):
             world.tell(party, event)
+
+    def _configure(self, *, restored: str) -> None:
+        """Let the arbiter take its settings in as it starts: until it leads no time passes for it, and it says nothing.
+
+        What it would say is said again as it begins to lead, and what it would ask is asked anew.
+        """
+        arbiter = self.world.arbiter
+        now, event = arbiter.core.state.now, Configured(self.settings, self.options.site, restored=restored)
+        self.records[ARBITER].append((now, event))
+        effects = arbiter.core.handle(event, now)
+        for told in self._told:
+            told(arbiter, event, effects)
 
     def _follow(self) -> None:
         assert self.standby is not None

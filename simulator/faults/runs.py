@@ -26,7 +26,7 @@ from arbiter.core.seam import Traits
 from arbiter.core.state.model import App
 from protocol.core import Received, Send
 from protocol.gpu_kinds import counted, suits, wishes_kind
-from protocol.messages import AppReport, Holdings, NodePlan, NodeReport, Requirements
+from protocol.messages import AppReport, Holdings, NodeId, NodePlan, NodeReport, Requirements
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import FaultInjector, Network
 from simulator.faults.scenario import Options, draw
@@ -176,7 +176,10 @@ class _Run:
             self.checks.judge_drains(actor.core.state)
             self.checks.judge_holds(actor.core.state)
             self.checks.judge_kinds(self.world)
+            self.checks.judge_adoption(actor.core.state)
             self.checks.judge_effects(self.world, effects)
+        elif actor.party.role == "node":
+            self.checks.judge_obedience(self.world.nodes[NodeId(actor.party.id)], event, effects)
 
     def _count(self, record: RoundRecord) -> None:
         self.rounds += 1

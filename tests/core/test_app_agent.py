@@ -181,6 +181,19 @@ def started(**changes: object) -> Bench:
     return bench
 
 
+def test_an_arbiter_that_has_forgotten_what_another_heard_ends_no_attempt_and_is_told() -> None:
+    """Its journal has lost its end: it knows nothing of the attempt that trains, and the next one was begun for it."""
+    bench = Bench()
+    bench.holdings("n1g0")
+    heard = bench.agent.state.seq
+    bench.holdings("n1g0", status(TASK, "n1g0", "running", step=3))
+    (send,) = bench.holdings("", acked=heard - 1, epoch=2)
+    assert isinstance(send.message, AppReport)
+    assert [(job.attempt, job.gpus) for job in send.message.jobs] == [(0, ("n1g0",))]
+    bench.holdings("", acked=send.message.seq, epoch=2)
+    assert bench.wished() == (1, "")
+
+
 def test_a_finished_job_ends_the_app_with_its_metrics() -> None:
     bench = started()
     bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=99, metrics={"accuracy": 0.97}))

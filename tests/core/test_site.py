@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
@@ -11,7 +12,7 @@ from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected, Tick
-from protocol.messages import Act, NodePlan, Party
+from protocol.messages import Act, GpuId, NodePlan, Party, device_of, seat
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
@@ -297,6 +298,48 @@ def test_a_gpu_that_has_changed_hands_since_the_backup_stays_with_who_is_on_it()
     assert (order.task, order.want) == ("bob-1.0-a0", "run")
 
 
+@pytest.mark.parametrize(("alone", "over"), [("ana-1", 2), ("bob-1", 1)])
+def test_an_app_that_has_its_gpus_to_itself_shares_none_with_an_app_of_the_backup(alone: str, over: int) -> None:
+    """bob is found on seats of the GPUs of which ana has others in the backup, and one of the two shares none."""
+    kinds = {app: {"gang": 2, "demand": 2, "spans": True} if app == alone else {} for app in ("ana-1", "bob-1")}
+    site = a_site(replace(SETTINGS, sharing="timeslice", seats=2))
+    site.node("n1", 2, site="")
+    site.wait(20.0)
+    report(site, "n1", {})
+    site.app("ana-1", run="r", site=OURS, **kinds["ana-1"])  # type: ignore[arg-type]
+    site.wait(1.0)
+    assert len(site.held("ana-1")) == over
+    backup, sent_seq = site.arbiter.snapshot(), site.plans["n1"].seq
+    site.arbiter = Arbiter.restored(backup)
+    site.handle(Configured(site.arbiter.state.settings, OURS, restored="a backup of yesterday"))
+    site.lead()
+    found = [seat(GpuId(gpu_id("n1", index)), 1) for index in (0, 1)][: 3 - over]
+    site.node("n1", tasks=[task("bob-1", 0, found)], used=found, site=OURS, plan=(1, sent_seq + 5))
+    site.app("bob-1", jobs=[wish("bob-1", 0, found)], run="r", site=OURS, **kinds["bob-1"])  # type: ignore[arg-type]
+    said = notes(site.wait(12.0))
+    assert site.held("bob-1") == found
+    assert {device_of(GpuId(gpu)) for gpu in site.held("ana-1")} & {device_of(gpu) for gpu in found} == set()
+    assert f"{len(found)} leases go on that it did not know, 1 are over that it knew" in said
+
+
+def test_an_app_that_is_found_beside_another_one_is_its_guest() -> None:
+    site = a_site(replace(SETTINGS, sharing="timeslice", seats=2))
+    site.node("n1", 1, site="")
+    site.wait(20.0)
+    gpu = running(site)
+    found = seat(GpuId(gpu), 1)
+    site.handle(Configured(site.arbiter.state.settings, OURS, restored="a backup of yesterday"))
+    site.lead()
+    report(site, "n1", {gpu: "ana-1", found: "bob-1"}, plan=(1, site.plans["n1"].seq + 5))
+    site.app("bob-1", jobs=[wish("bob-1", 0, [found])], run="r", site=OURS)
+    site.wait(12.0)
+    states = site.gpu_state(gpu), site.gpu_state(found)
+    assert [isinstance(each, Leased) and (each.lease.app, each.lease.guest) for each in states] == [
+        ("ana-1", False),
+        ("bob-1", True),
+    ]
+
+
 def test_what_has_changed_while_an_arbiter_listened_is_said_as_that_ends() -> None:
     site = a_site_at_work()
     gpu = gpu_id("n1", 0)
@@ -334,12 +377,15 @@ def test_a_plan_beyond_the_newest_that_was_sent_says_that_the_journal_forgot_som
     assert taken(effects) == [EpochTaken(2, OURS)]
 
 
-def after_a_power_cut(site: Site, backup: bytes) -> Sequence[Effect]:
-    """Go on with a journal that has lost the last moments, of the same epoch, while the node went on as it was told."""
+def after_a_power_cut(site: Site, backup: bytes, epoch: int = 0) -> Sequence[Effect]:
+    """Go on with a journal that has lost the last moments, while the node went on as it was told.
+
+    Those were of the same epoch, or also of later ones: the newest `epoch` is known from elsewhere.
+    """
     site.arbiter = Arbiter.restored(backup)
     site.now += 5.0
     site.journal.clear()
-    site.epoch = site.arbiter.state.epoch
+    site.epoch = max(epoch, site.arbiter.state.epoch)
     return site.lead()
 
 
@@ -354,7 +400,7 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
     assert (plan.epoch, newest.epoch) == (2, 1)
     assert plan.after < newest.seq, "its node cannot tell that this arbiter knows too little"
     effects = report(site, "n1", uses, plan=(newest.epoch, newest.seq))
-    words = f"n1 knows plan {newest.seq} of epoch 1, and of that epoch ours knows the plans up to {plan.after}"
+    words = f"n1 knows plan {newest.seq} of epoch 1, and ours knows its plans up to {plan.after}"
     assert words in notes(effects)
     effects += site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
     assert sent(effects, NodePlan) == [], "it spoke before it had listened"
@@ -365,6 +411,55 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
         assert plan.seq > newest.seq
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_a_journal_that_has_lost_a_whole_epoch_is_told_so() -> None:
+    """The epoch that the node has seen is newer than the journal's, and older than the one that is led in."""
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    site.lead()
+    second = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup, newest.epoch)
+    assert (newest.epoch, site.arbiter.state.epoch) == (2, 3)
+    assert taken(report(site, "n1", {second: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(4, OURS)]
+    site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    site.wait(12.0)
+    assert site.held("bob-1") == [second]
+
+
+@pytest.mark.parametrize("away_s", [1.0, 60.0])
+def test_an_arbiter_that_ends_while_it_listens_with_an_older_journal_listens_again(away_s: float) -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    second = running(site, "bob-1", index=1)
+    newest, uses = site.plans["n1"], {gpu_id("n1", 0): "ana-1", second: "bob-1"}
+    after_a_power_cut(site, backup)
+    report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    assert site.arbiter.state.listens_until is not None
+    site.now += away_s
+    site.arbiter, site.epoch = Arbiter.restored(site.arbiter.snapshot()), site.arbiter.state.epoch
+    assert sent(site.lead(), NodePlan) == []
+    assert sent(report(site, "n1", uses, plan=(newest.epoch, newest.seq)), NodePlan) == []
+    site.app("bob-1", jobs=[wish("bob-1", 0, [second])], run="r", site=OURS)
+    orders = sent(site.wait(12.0), NodePlan)[-1].tasks
+    assert {(order.task, order.want) for order in orders} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
+
+
+def test_a_journal_that_has_lost_the_word_of_a_new_node_is_told_so_and_keeps_what_runs_there() -> None:
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    site.node("n2", 1, site="")
+    running(site, "cyd-1", index=1)
+    gpu = running(site, "bob-1", "n2")
+    newest = site.plans["n2"]
+    after_a_power_cut(site, backup)
+    assert taken(site.node("n3", 1, site="")) == [], "it is new to the site"
+    assert taken(report(site, "n2", {gpu: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(3, OURS)]
+    site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    site.wait(12.0)
+    assert site.held("bob-1") == [gpu]
+    assert [(order.task, order.want) for order in site.plans["n2"].tasks] == [("bob-1.0-a0", "run")]
 
 
 def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> None:

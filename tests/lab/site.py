@@ -97,7 +97,6 @@ def running_lab(folder: Path) -> Iterator[Lab]:
         stack.enter_context(broker)
         store = stack.enter_context(PrivatePostgres(address=at["db", "store"], within=hosts.within("db")))
         lab = stack.enter_context(started(Lab(folder, hosts, broker, store)))
-        for arbiter in lab.arbiters:
-            lab.wait_follows(arbiter, 1)
+        lab.wait_paired()
         store.sql(lab.url.rpartition("/")[2], WITNESSES)
         yield lab

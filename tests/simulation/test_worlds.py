@@ -24,8 +24,9 @@ from arbiter.core.arbiter import Event as ArbiterEvent
 from arbiter.core.effects import EpochTaken
 from arbiter.core.state.model import ArbiterSettings, Free
 from launch.cli import app as command_line
-from protocol.core import Tick
-from protocol.messages import ARBITER, AppId, Party, TenantId
+from node_agent.core.events import RememberFence
+from protocol.core import Received, Send, Tick
+from protocol.messages import ARBITER, AppId, NodeId, NodePlan, Party, TaskId, TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults import checks
@@ -310,6 +311,61 @@ def test_a_task_is_left_out_only_if_the_journal_lost_events_after_their_commit_a
     checks.known_by = running.now
     with pytest.raises(Violation, match="which to the arbiter is free"):
         checks(running)
+
+
+def test_an_attempt_is_given_up_on_a_node_of_which_only_the_lost_part_of_a_journal_knew(running: World) -> None:
+    checks, state = judged(running), running.arbiter.core.state
+    running.run(until=running.now + 10.0)
+    (order,) = (order for orders in checks._ordered.values() for order in orders.values())
+
+    def order_attempt(number: int) -> None:
+        newer = replace(order, attempt=number, task=TaskId(f"{order.job}-a{number}"))
+        checks.judge_effects(running, [Send(NODE, NodePlan(NodeId(NODE.id), 1, 1, leases=(), tasks=(newer,)))])
+
+    ((name, node),) = state.nodes.items()
+    lives = f"is ordered while {order.task} lives"
+    del state.nodes[name]
+    with pytest.raises(Violation, match=lives):
+        order_attempt(1)
+    _free(running)
+    checks.forget(state, [], 3)
+    order_attempt(2)
+    assert order.task in checks.orphaned
+    state.nodes[name] = node
+    with pytest.raises(Violation, match=lives):
+        order_attempt(3)
+
+
+def test_a_node_may_not_obey_an_arbiter_that_has_forgotten_what_it_obeyed(running: World) -> None:
+    checks, (node,) = Checks(), running.nodes.values()
+    node.fence = (1, 5)
+
+    def obey(epoch: int, after: int) -> None:
+        plan = NodePlan(node.id, epoch, 9, leases=(), tasks=(), site="s", after=after)
+        checks.judge_obedience(node, Received(ARBITER, plan), [])  # refused
+        checks.judge_obedience(node, Received(ARBITER, plan), [RememberFence(epoch, 9, "s")])
+
+    obey(1, after=0)
+    obey(2, after=5)
+    with pytest.raises(Violation, match="knows its plans up to 4, and it has obeyed plan 5"):
+        obey(2, after=4)
+
+
+def test_what_an_arbiter_has_found_running_is_its_apps_once_it_has_listened(running: World) -> None:
+    checks, state = judged(running), running.arbiter.core.state
+
+    def listen() -> None:
+        state.behind, state.listens_until = True, running.now
+        checks.judge_adoption(state)
+        state.listens_until = None
+
+    listen()
+    checks.judge_adoption(state)
+    _free(running)
+    checks.judge_adoption(state)
+    listen()
+    with pytest.raises(Violation, match=r"app1-1\.0-a0 was found on n001-g\d, which is not leased to app1-1"):
+        checks.judge_adoption(state)
 
 
 def test_nodes_know_more_than_the_journal_no_more_often_than_it_lost_its_end(running: World) -> None:

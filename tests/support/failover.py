@@ -8,6 +8,7 @@ event, and which one has taken an epoch. They know nothing of the fence that the
 from __future__ import annotations
 
 import itertools
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,6 +25,7 @@ from arbiter.ledger import Ledger
 from protocol.journal.database import Postgres
 from protocol.journal.postgres import PostgresJournal
 from protocol.messages import ARBITER, EventFilter
+from protocol.topology import Topology
 from tests.support import telling_steps
 from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, started, until
 from tests.support.patience import PATIENCE_S
@@ -38,10 +40,8 @@ POLICY = replace(SETTINGS, policy="las", policies={"las": {"tenure": "lease", "o
 LONG, SHORT = 400, 3
 #: Of the arbiters.
 HOSTS = ("host-a", "host-b")
-#: In a standby's log, once it is one.
-FOLLOWS = "journal.replayed"
-#: In the log of an arbiter, once it has noticed that it leads no more.
-LEADS_NO_MORE = ("bus.lost", "bus.unavailable", "arbiter.stands_by")
+#: The broker's queue that the leader and each standby read.
+LEADER = Topology().leader.name
 
 WITNESSES = """
 CREATE SCHEMA witness;
@@ -139,10 +139,16 @@ class Pair(Cluster):
         """Wait until an arbiter leads in a newer epoch."""
         until(lambda: self.newest_epoch() > newer_than, "an arbiter leads", self.ends_of_logs)
 
-    def wait_follows(self, arbiter: DaemonProcess, times: int) -> None:
-        """Wait until an arbiter, in all its incarnations, has taken the journal in so many times."""
+    def wait_paired(self) -> None:
+        """Wait until one arbiter leads and the other one follows, and waits to lead: the broker counts both."""
         limit_s = 3 * PATIENCE_S  # a start takes seconds of a core
-        until(lambda: len(arbiter.lines(FOLLOWS)) >= times, "it follows", self.ends_of_logs, within_s=limit_s)
+        until(lambda: self._readers() == len(HOSTS), "a standby follows", self.ends_of_logs, within_s=limit_s)
+
+    def _readers(self) -> int:
+        """How many arbiters lead or wait to, by the broker's word; one that it has dropped is no reader."""
+        words = ("list_queues", "--vhost", self.vhost, "--formatter", "json", "--quiet", "name", "consumers")
+        queues = json.loads(self.broker.control(*words))
+        return sum(int(queue["consumers"]) for queue in queues if queue["name"] == LEADER)
 
     def ends_of_logs(self) -> str:
         """What the arbiters have said last."""
@@ -165,27 +171,22 @@ class Pair(Cluster):
     def fail_over(self) -> Failover:
         """Kill the leader while an app is submitted; return how long it took, and have the killed one follow."""
         leader = self.leader()
-        followed = len(leader.lines(FOLLOWS))
         took = self._without(leader, leader.kill)
         leader.start()
-        self.wait_follows(leader, followed + 1)
+        self.wait_paired()
         self.wait_trained(20)
         return took
 
     def stand_still(self) -> Failover:
         """Stop the leader's process while an app is submitted, until the next one has decided; likewise."""
         leader = self.leader()
-        noticed = self._noticed(leader)
         try:
             took = self._without(leader, partial(leader.signal, signal.SIGSTOP))
         finally:
             leader.signal(signal.SIGCONT)
-        until(lambda: self._noticed(leader) > noticed, "it has noticed that it does not lead", self.ends_of_logs)
+        self.wait_paired()
         self.wait_trained(20)
         return took
-
-    def _noticed(self, arbiter: DaemonProcess) -> int:
-        return sum(len(arbiter.lines(event)) for event in LEADS_NO_MORE)
 
     def _without(self, leader: DaemonProcess, end: Callable[[], None]) -> Failover:
         """Let the leader `end`, while an app is submitted; return when the other one led and decided."""
@@ -287,8 +288,7 @@ def running_pair(
 ) -> Iterator[Pair]:
     """A pair that is ready, at work, and witnessed; nothing of it is left behind. `ports`: see `Pair`."""
     with started(Pair(folder, broker, vhost, server.database(), ports)) as pair:
-        for arbiter in pair.arbiters:
-            pair.wait_follows(arbiter, 1)
+        pair.wait_paired()
         server.sql(pair.url.rpartition("/")[2], WITNESSES)
         pair.keep_busy()
         pair.wait_training(processes=2)

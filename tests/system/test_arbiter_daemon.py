@@ -91,6 +91,24 @@ def test_an_arbiter_that_was_away_for_hours_takes_nothing_from_anyone(tmp_path: 
     assert isinstance(arbiter.state.gpus[gpu_id("n1", 0)].state, Leased)  # type: ignore[index]
 
 
+def test_what_a_start_ends_with_new_settings_stands_in_the_ledger(tmp_path: Path) -> None:
+    """Two jobs shared a GPU, and from this start on GPUs are shared no more."""
+    site = Site(replace(SETTINGS, policy="backfill", sharing="timeslice", seats=2))
+    gpu = gpu_id("n1", 0)
+    site.node("n1", 1)
+    site.node("n1")
+    site.play_round(site.app("ana-1") + site.wait(2.0))
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], cooperative=True, can_checkpoint=True, step=0)], used=[gpu])
+    site.play_round(site.app("bob-1") + site.wait(3.0))
+    assert (site.held("ana-1"), len(site.held("bob-1"))) == ([gpu], 1)
+    site.wait(8.0)
+    restarted(site, tmp_path, SETTINGS)
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        told = [stretch for app in ("ana-1", "bob-1") for stretch in ledger.stretches_of(AppId(app))]
+    assert [stretch.app for stretch in told if stretch.end == site.arbiter.state.now] == ["bob-1"]
+
+
 def test_a_history_that_should_be_there_and_is_not_is_an_error_and_never_a_silent_zero(tmp_path: Path) -> None:
     with opened(tmp_path) as journal:
         ledger = Ledger(tmp_path / "ledger.db")

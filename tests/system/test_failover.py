@@ -115,7 +115,7 @@ def test_a_leader_that_wakes_up_unaware_that_another_leads_is_refused_by_the_sto
         (line,) = leader.lines("arbiter.stands_by")
         assert f"leads in epoch {pair.newest_epoch()}, and ours was {epoch}" in line["why"]
         link.mend()
-        pair.wait_follows(leader, 2)
+        pair.wait_paired()
         pair.fail_over()
         assert pair.leader() is leader
         assert_whole(pair)

@@ -22,6 +22,9 @@ from arbiter.core.state.model import Draining, Free, Gpu, Lease, Leased
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, LeaseId, device_of
 
+#: Why a lease is over of which an older journal tells, on a GPU where another app's task was found.
+ANOTHERS = "it was another's by then, of which the journal does not know"
+
 
 def grant(
     turn: Turn,
@@ -110,6 +113,12 @@ def reseat(turn: Turn) -> None:
     for _, gpu in sorted(gpus.items()):  # not as they came: a restored state has them in order
         if model.seat_number(gpu.id) >= turn.state.settings.seats_per_gpu:
             withdraw(turn, gpu, f"{device_of(gpu.id)} is shared by fewer now", preempted="other")
+    _rank_guests(turn)
+
+
+def _rank_guests(turn: Turn) -> None:
+    """Under a policy that shares no GPUs: let all leases on a GPU but the first be guests'."""
+    gpus = turn.state.gpus
     for seats in turn.index.seats.values() if not turn.policy.traits.shares else ():
         leased = [gpus[seat] for seat in sorted(seats) if isinstance(gpus[seat].state, Leased)]
         for gpu in sorted(leased, key=seniority)[1:]:
@@ -318,17 +327,43 @@ def adopt(turn: Turn) -> tuple[int, int]:
         gpus = [turn.state.gpus[gpu] for gpu in task.gpus if gpu in turn.state.gpus]
         if wished and len(gpus) == len(task.gpus) and all(_is_only_its(turn, gpu, task) for gpu in gpus):
             others = [isinstance(gpu.state, Leased) and gpu.state.lease.app != task.app for gpu in gpus]
+            ended += sum(others) + sum(_clear(turn, gpu, task.app) for gpu in gpus)
             made += sum(_adopt(turn, gpu, task) for gpu in gpus)
-            ended += sum(others)
+    _rank_guests(turn)
     return made, ended
 
 
 def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
-    """Whether a task has a GPU's seat to itself, and its app no other seat of that GPU."""
+    """Whether a task has a GPU's seat to itself, with none beside it that may share none, and its app no other seat."""
     others = (turn.state.tasks[each] for each in turn.index.node_tasks[gpu.node] if each != task.id)
-    alone = not any(gpu.id in each.gpus and each.alive and each.phase != "suspended" for each in others)
+    here = (each for each in others if each.alive and each.phase != "suspended" and _shares(each, gpu))
+    alone = not any(gpu.id in each.gpus or not _may_share(turn, each.app, task.app) for each in here)
     own = {each for each in turn.index.seats[device_of(gpu.id)] if each in turn.index.gpus[task.app]}
     return gpu.present and model.usable(turn.state, gpu) and alone and own <= {gpu.id}
+
+
+def _shares(task: model.Task, gpu: Gpu) -> bool:
+    return any(device_of(each) == device_of(gpu.id) for each in task.gpus)
+
+
+def _may_share(turn: Turn, one: AppId, other: AppId) -> bool:
+    """Whether seats of one GPU may be those of two apps."""
+    return not any(app in turn.state.apps and turn.state.apps[app].whole_gpus for app in (one, other))
+
+
+def _clear(turn: Turn, gpu: Gpu, app_id: AppId) -> int:
+    """Take the other seats of a GPU from apps with which this one cannot share it; return how many leases ended.
+
+    No task is on these seats, of which an older journal tells. Nor is another seat promised to the app itself any more.
+    """
+    ended = 0
+    for seat in [turn.state.gpus[each] for each in sorted(turn.index.seats[device_of(gpu.id)] - {gpu.id})]:
+        owner = seat.state.promised_to if isinstance(seat.state, Draining) else None
+        owner = seat.state.lease.app if isinstance(seat.state, Leased) else owner
+        if owner is not None and (owner == app_id or not _may_share(turn, owner, app_id)):
+            ended += isinstance(seat.state, Leased)
+            withdraw(turn, seat, ANOTHERS, preempted="other")
+    return ended
 
 
 def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
@@ -339,7 +374,7 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
     if isinstance(gpu.state, Leased) and gpu.state.lease.app == task.app:
         return False
     if isinstance(gpu.state, Leased):
-        revoke(turn, gpu, "it was another's by then, of which the journal does not know", preempted="other")
+        revoke(turn, gpu, ANOTHERS, preempted="other")
         gpu = turn.state.gpus[gpu.id]
     if isinstance(gpu.state, Draining):
         release(turn, gpu)

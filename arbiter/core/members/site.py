@@ -9,9 +9,10 @@ is at work, is found out before it has said anything:
 - *Adoption* (`--adopt-site`, after a loss): the site that is first heard becomes its own, and the epoch goes beyond all
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
 - *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
-  the last moments: a report of a newer epoch says so, or of a later plan of the epoch before. Nodes obey no plan of an
-  arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
-  epoch goes beyond, and what runs is adopted likewise.
+  the last moments: a report of a newer epoch says so, or of a later plan of an epoch before, or of a node of this
+  site that the journal does not know. Nodes obey no plan of an arbiter that does not know what they have obeyed
+  (`NodePlan.after`), so nothing is lost until it has heard of it. The epoch goes beyond, and what runs is adopted
+  likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
@@ -43,14 +44,19 @@ MEND = "bring the journal of that site back, or start this arbiter once with --a
 def begin(turn: Turn, before: int) -> None:
     """Begin to lead: as long as this arbiter has no nodes, or is to adopt a site, it listens first.
 
-    So does one that was restored from a backup; `before` is the epoch in which that was made.
+    So does one that was restored from a backup; `before` is the epoch in which that was made. And so does one that
+    ended while it listened because it was behind: it has adopted nothing yet, and goes on with what it has heard.
     """
     state = turn.state
-    state.heard_own = state.behind = False
-    state.journal_epoch, state.epoch_before = 0, before
+    state.heard_own = False
+    state.foreign.clear()
+    if state.behind and state.listens_until is not None:
+        _listen(turn)
+        return
+    state.behind = False
+    state.journal_epoch, state.epoch_before = 0, state.epoch - 1
     for node in list(state.nodes.values()):
         state.nodes[node.id] = replace(node, plan_seq_before=node.plan_seq, plan_seq_unknown=0)
-    state.foreign.clear()
     if state.site and state.restored:
         state.behind, state.journal_epoch = True, before
         turn.tell("rounds", f"restored from {state.restored}; it listens before it says anything", loudly=True)
@@ -135,12 +141,20 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
     if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
         _overtake(turn, report, f"newer than ours ({state.epoch})")
     elif known is not None and report.plan_seq > known.plan_seq_unknown and nodes.knows_more(state, known, report):
-        knows = f"and of that epoch ours knows the plans up to {known.plan_seq_before}"
+        knows = f"and ours knows its plans up to {known.plan_seq_before}"
         turn.tell(known.id, f"has obeyed plan {report.plan_seq} of epoch {report.epoch}, {knows}", loudly=True)
         if not state.behind and _just_began(turn):
             _overtake(turn, report, knows)
+    elif _is_forgotten(state, report) and not state.behind and _just_began(turn):
+        _overtake(turn, report, "and ours does not know that node")
     _note_obeyed(turn, report)
     return True
+
+
+def _is_forgotten(state: State, report: NodeReport) -> bool:
+    """Whether our journal, which forgets no node, knows nothing of one that has obeyed a plan of this site."""
+    of_ours = bool(state.site) and report.site == state.site
+    return of_ours and report.plan_seq > 0 and report.node not in state.nodes
 
 
 def _note_obeyed(turn: Turn, report: NodeReport) -> None:

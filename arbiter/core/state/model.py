@@ -666,7 +666,7 @@ class State(Struct):
     adopting: bool = False  #: the first site that is heard becomes this one
     heard_own: bool = False  #: a party of this site has spoken in this epoch
     foreign: dict[str, str] = field(default_factory=dict)  #: parties of other sites that have spoken in this epoch
-    epoch_before: int = 0  #: in which the journal led last before this start
+    epoch_before: int = 0  #: the newest before this start; an older journal may not know of it
     behind: bool = False  #: others have seen more, in this epoch, than the journal knows
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     restored: str = ""  #: the backup that the journal was restored from, until it has listened once

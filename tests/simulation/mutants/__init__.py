@@ -433,6 +433,32 @@ def what_nodes_know_of_later_epochs_is_not_heard() -> Iterator[None]:
 
 
 @mutant
+def nodes_obey_an_arbiter_that_has_forgotten_plans() -> Iterator[None]:
+    with patch.object(plan_news, "_knows_too_little", lambda *_: False):
+        yield
+
+
+@mutant
+def what_is_found_running_is_not_adopted() -> Iterator[None]:
+    with patch.object(leases, "adopt", lambda *_: (0, 0)):
+        yield
+
+
+@mutant
+def a_standby_keeps_what_the_journal_has_lost() -> Iterator[None]:
+    older = FaultInjector._older
+
+    def keep(self: FaultInjector, loss: Any) -> Arbiter:
+        standby = self.standby
+        core = older(self, loss)
+        self.standby = standby
+        return core
+
+    with patch.object(FaultInjector, "_older", keep):
+        yield
+
+
+@mutant
 def a_snapshot_leaves_out_a_counter() -> Iterator[None]:
     restored = Arbiter.restored.__func__  # type: ignore[attr-defined]
 
