@@ -241,6 +241,15 @@ def test_an_arbiter_that_leases_to_an_app_which_is_over_is_told_so_every_time_it
         assert [report.state for report in told] == ["finished"]
 
 
+def test_an_app_that_is_over_does_not_answer_to_leases_that_are_leaving() -> None:
+    # That of a lost GPU may leave for ever, and the arbiter answers each report: world 1795729201 never fell silent.
+    bench = started()
+    bench.holdings("n1g0", exited(TASK, "n1g0", "finished"))
+    bench.holdings("")
+    assert bench.holdings("", leaving="n1g0") == []
+    assert bench.holdings("", leaving="n1g0") == []
+
+
 def test_a_preempted_job_leaves_and_goes_on_elsewhere_as_a_new_attempt() -> None:
     bench = started()
     bench.preempt("n1g0")
