@@ -118,7 +118,7 @@ class AgentLink:
             self._greeted = False
             self._quiet.clear()
             if not self._closing:
-                self._wait([], retry_s)
+                self._wait(self._polled(), retry_s)
                 retry_s = min(2 * retry_s, RETRY_S_MAX)
 
     def _converse(self, connection: socket.socket) -> None:
@@ -126,13 +126,13 @@ class AgentLink:
         self._outbox.clear()
         connection.sendall(_encode(self._greet()))
         self._greeted = True
-        received = b""
+        received, polled = b"", self._polled(connection)
         beat_at = time.monotonic() + BEAT_S
         while True:
             self._send_all(connection)
             if self._closing:
                 return
-            ready, woken = self._wait([connection], beat_at - time.monotonic())
+            ready, woken = self._wait(polled, beat_at - time.monotonic())
             if ready:
                 received = self._read(connection, received)
             if woken or time.monotonic() >= beat_at:
@@ -141,12 +141,16 @@ class AgentLink:
                 if line is not None:
                     connection.sendall(_encode(line))
 
-    def _wait(self, sockets: list[socket.socket], timeout_s: float) -> tuple[bool, bool]:
-        """Return whether one of `sockets` can be read, and whether `wake` was called."""
+    def _polled(self, *sockets: socket.socket) -> select.poll:
+        """Return what waits for `sockets` and for `wake`. It is made once, as beats find cold caches."""
         poll = select.poll()  # and not select, which fails on descriptors from 1024 on
         for descriptor in [item.fileno() for item in sockets] + [self._wake_read]:
             poll.register(descriptor, select.POLLIN)
-        ready = {descriptor for descriptor, _ in poll.poll(max(0.0, timeout_s) * 1000)}
+        return poll
+
+    def _wait(self, polled: select.poll, timeout_s: float) -> tuple[bool, bool]:
+        """Return whether one of the sockets can be read, and whether `wake` was called."""
+        ready = {descriptor for descriptor, _ in polled.poll(max(0.0, timeout_s) * 1000)}
         woken = self._wake_read in ready
         if woken:
             os.read(self._wake_read, 4096)
@@ -173,8 +177,12 @@ class AgentLink:
         return rest
 
 
+#: `json.dumps` with these options would make one for each line.
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
+
 def _encode(line: Line) -> bytes:
-    return json.dumps(line, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+    return _ENCODER.encode(line).encode() + b"\n"
 
 
 def _decode(line: bytes) -> Line:

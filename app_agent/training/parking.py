@@ -17,6 +17,9 @@ from its own measurement whether the GPU is empty enough; the figure given here 
 
 Tensors used by another thread while the training thread stands at the boundary must not be parked; a script with such
 a thread (prefetching to the GPU) has to pause it itself.
+
+The first search for tensors is a walk over all objects of the process. The later ones look at few objects, and are
+believed only if the bytes that they find are, to the byte, all that PyTorch's allocator was asked for. Else they walk.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
+import functools
 import gc
 import mmap
 import os
@@ -31,8 +35,10 @@ import queue
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import chain, compress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -171,9 +177,9 @@ def park(before: Callable[[], None] | None = None) -> Parked:
     if torch is None:
         return Parked([], None, 0)
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), _first_in_line():
-        storages, residue_bytes = _find(torch)
-        arena = _claim(_total(storages))
-        parked = Parked(storages, arena, residue_bytes)
+        found = _find(torch)
+        arena = _claim(_total(found.storages))
+        parked = Parked(found.storages, arena, found.residue_bytes)
         if before is not None:
             _synchronize(parked._devices)
             before()
@@ -212,7 +218,7 @@ def survey() -> State:
     if torch is None:
         return State(0, ())
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-        storages, _ = _find(torch)
+        storages = _find(torch).storages
         return State(_total(storages), _devices(storages))
 
 
@@ -239,36 +245,138 @@ def _synchronize(devices: Iterable[int]) -> None:
         sys.modules["torch"].cuda.synchronize(device)
 
 
-def _find(torch: ModuleType) -> tuple[list[Any], int]:
-    """Return the distinct storages to park, and the bytes of those that have to stay."""
+class _Found:
+    """The distinct storages to park, and the bytes of those that have to stay."""
+
+    def __init__(self, storages: Iterable[Any], device_type: str) -> None:
+        movable: dict[int, Any] = {}
+        fixed: dict[int, int] = {}
+        for storage in storages:
+            if storage._cdata in movable or _is_arena(storage):
+                continue
+            if _may_move(storage, device_type):
+                movable[storage._cdata] = storage
+            else:
+                fixed[storage._cdata] = storage.nbytes()
+        self.storages = list(movable.values())
+        self.residue_bytes = sum(fixed.values())
+
+
+def _find(torch: ModuleType) -> _Found:
     device_type = "cuda" if torch.cuda.is_initialized() else "cpu"
     if device_type == "cuda":
         _check_allocator(torch)
-    movable: dict[int, Any] = {}
-    fixed: dict[int, int] = {}
-    for tensor in _tensors(torch):
-        storage = _storage_of(torch, tensor, device_type)
-        if storage is None or storage._cdata in movable or _is_arena(storage):
-            continue
-        if _may_move(storage, device_type):
-            movable[storage._cdata] = storage
-        else:
-            fixed[storage._cdata] = storage.nbytes()
-    return list(movable.values()), sum(fixed.values())
+    return _find_again(torch, device_type) or _find_by_walk(torch, device_type)
 
 
-def _tensors(torch: ModuleType) -> Iterable[Any]:
-    """Every live tensor, gradients included. One look at each object, for there are hundreds of thousands."""
+def _find_by_walk(torch: ModuleType, device_type: str) -> _Found:
+    """Look at every object of the process, of which there are hundreds of thousands."""
+    global _known  # noqa: PLW0603 - one training thread per process
+    _watch_captures(torch)
+    captures = _captures
+    tensors, optimizers = _look(torch, _objects())
+    found = _Found(_storages(torch, tensors, device_type), device_type)
+    _known = _Known(found.storages, list(map(weakref.ref, optimizers)), captures)
+    return found
+
+
+def _find_again(torch: ModuleType, device_type: str) -> _Found | None:
+    """Find the same with a look at few objects; None unless PyTorch's own count of bytes proves that none is missing.
+
+    These are the storages that were known before, the gradients of all optimizers, and the tensors among the objects
+    that are younger than the last collections.
+    """
+    global _known  # noqa: PLW0603 - as above
+    known = _known
+    if known is None or known.captures != _captures:
+        return None
+    asked_bytes = _asked_bytes(torch, device_type)
+    if not asked_bytes:
+        return None
+    young, optimizers = _look(torch, gc.get_objects(0) + gc.get_objects(1))  # a display would hold itself
+    known.optimizers += map(weakref.ref, optimizers)
+    tensors = chain(young, known.parameters())
+    found = _Found(chain(known.storages(torch), _storages(torch, tensors, device_type)), device_type)
+    if sum(storage.nbytes() for storage in found.storages) != asked_bytes:
+        return None
+    _known = _Known(found.storages, known.optimizers, known.captures)
+    return found
+
+
+class _Known:
+    """What a search has found, held weakly. No tensor: PyTorch swaps none that something refers to weakly."""
+
+    def __init__(self, storages: Iterable[Any], optimizers: list[weakref.ref[Any]], captures: int) -> None:
+        reference = sys.modules["torch.multiprocessing.reductions"].StorageWeakRef
+        self._storages = [reference(storage) for storage in storages]
+        self.optimizers = [each for each in optimizers if each() is not None]
+        self.captures = captures
+
+    def storages(self, torch: ModuleType) -> Iterator[Any]:
+        """Yield those that live and have memory."""
+        for reference in self._storages:
+            storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            if storage is not None and storage.nbytes():
+                yield storage
+
+    def parameters(self) -> Iterator[Any]:
+        """Yield all parameters of the living optimizers; none of a class that keeps them in another place."""
+        for reference in self.optimizers:
+            for group in getattr(reference(), "__dict__", {}).get("param_groups", ()):
+                yield from group["params"]
+
+
+_known: _Known | None = None
+_captures = 0  #: CUDA graphs whose capture has begun since the first search
+
+
+def _watch_captures(torch: ModuleType) -> None:
+    """Count the CUDA graphs to come: only a walk finds one, as it may live without memory of its own."""
+    begin = torch.cuda.CUDAGraph.capture_begin
+    if hasattr(begin, "counted"):
+        return
+
+    @functools.wraps(begin)
+    def capture_begin(*arguments: Any, **named: Any) -> Any:
+        global _captures  # noqa: PLW0603 - as above
+        _captures += 1
+        return begin(*arguments, **named)
+
+    capture_begin.counted = True  # type: ignore[attr-defined]
+    torch.cuda.CUDAGraph.capture_begin = capture_begin
+
+
+def _asked_bytes(torch: ModuleType, device_type: str) -> int | None:
+    """Return the bytes that PyTorch's allocator was asked for and has not got back; None where it does not count them.
+
+    cuBLAS asks it for some MiB, too, which no tensor shows, and takes them again when it needs them.
+    """
+    if device_type != "cuda":
+        return None
+    getattr(torch._C, "_cuda_clearCublasWorkspaces", _nothing)()
+    counts = map(torch.cuda.memory_stats_as_nested_dict, range(torch.cuda.device_count()))
+    return int(sum(each.get("requested_bytes", {}).get("all", {}).get("current", 0) for each in counts))
+
+
+def _look(torch: ModuleType, objects: list[Any]) -> tuple[list[Any], list[Any]]:
+    """Return the tensors and the optimizers among these. One look at each object, for there may be many."""
     tensors, graphs = _kinds(torch.Tensor), _kinds(torch.cuda.CUDAGraph)
-    wanted = tensors | graphs
-    found = [item for item in _objects() if type(item) in wanted]
+    wanted = tensors | graphs | _kinds(torch.optim.Optimizer)
+    found = list(compress(objects, map(wanted.__contains__, map(type, objects))))
     if any(type(item) in graphs for item in found):
         raise ParkRefused(_GRAPH_REASON)
-    for item in found:
-        yield item
+    return [each for each in found if type(each) in tensors], [each for each in found if type(each) not in tensors]
+
+
+def _storages(torch: ModuleType, tensors: Iterable[Any], device_type: str) -> Iterator[Any]:
+    """Yield the memory behind these tensors and their gradients."""
+    for tensor in tensors:
         # A gradient that Python has never looked at exists in C++ only.
-        if item.is_leaf and item.requires_grad and item.grad is not None:
-            yield item.grad
+        gradient = tensor.grad if tensor.is_leaf and tensor.requires_grad else None
+        for each in (tensor, gradient):
+            storage = None if each is None else _storage_of(torch, each, device_type)
+            if storage is not None:
+                yield storage
 
 
 def _objects() -> list[Any]:

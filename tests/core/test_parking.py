@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import gc
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -192,21 +194,137 @@ def test_what_has_no_memory_of_its_own_is_left_alone() -> None:
     assert [len(tensor) for tensor in others] == [100_000, 300, 0, 100_000, 100_000]
 
 
+class Graph(torch.cuda.CUDAGraph):
+    """As PyTorch's own, for a machine that has no CUDA."""
+
+    def __new__(cls) -> Self:
+        return object.__new__(cls)
+
+    def __init__(self) -> None:
+        pass
+
+
 def test_a_living_cuda_graph_is_refused_with_the_mend_and_nothing_is_touched() -> None:
-    class Graph(torch.cuda.CUDAGraph):
-        """As PyTorch's own, for a machine that has no CUDA."""
-
-        def __new__(cls) -> Self:
-            return object.__new__(cls)
-
-        def __init__(self) -> None:
-            pass
-
     tensor, graph = torch.ones(10_000), Graph()
     with pytest.raises(parking.ParkRefused, match=r"CUDA graph is alive.*checkpoint"):
         parking.park()
     assert tensor.eq(1).all()
     del graph
+
+
+class Search:
+    """Searches of this process, where PyTorch's allocator counts as it does on a GPU."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.walks = 0
+        self._weight = torch.ones(10_000)  # a count of nothing is no count
+        self._objects = parking._objects
+        monkeypatch.setattr(parking, "_known", None)
+        monkeypatch.setattr(parking, "_objects", self._walk)
+        monkeypatch.setattr(parking, "_asked_bytes", self._asked_bytes)
+
+    def _walk(self) -> list[object]:
+        self.walks += 1
+        return self._objects()
+
+    def _asked_bytes(self, torch: ModuleType, device_type: str) -> int:
+        tensors, _ = parking._look(torch, self._objects())
+        found = parking._Found(parking._storages(torch, tensors, device_type), device_type)
+        return sum(storage.nbytes() for storage in found.storages)
+
+
+@pytest.fixture
+def search(monkeypatch: pytest.MonkeyPatch) -> Search:
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", lambda self: None)
+    return Search(monkeypatch)
+
+
+def test_later_searches_look_at_few_objects_and_find_all_that_a_walk_finds(search: Search) -> None:
+    model, optimizer = build()
+    train(model, optimizer, steps=8)
+    disturbed, its_optimizer = build()
+    train(disturbed, its_optimizer, steps=2)
+    gc.collect()
+    assert parking.survey().bytes > 4 * MODEL_BYTES
+    for _ in range(2):
+        train(disturbed, its_optimizer)  # with new gradients, which Python has not seen
+        young = torch.ones(50_000)
+        parked = parking.park()
+        held = [young, *disturbed.parameters()]
+        held += [each.grad for each in disturbed.parameters()]
+        held += [value for state in its_optimizer.state.values() for value in state.values() if value.numel() > 1024]
+        assert not any(each.untyped_storage().nbytes() for each in held if each.numel() > 1024)
+        parked.restore()
+        assert young.eq(1).all()
+    assert search.walks == 1
+    assert all(map(torch.equal, model.parameters(), disturbed.parameters()))
+
+
+def test_a_tensor_that_few_objects_do_not_show_has_all_looked_at(search: Search) -> None:
+    parking.survey()
+    hidden = torch.ones(10_000)
+    gc.collect()  # it is young no more
+    parked = parking.park()
+    assert (search.walks, hidden.untyped_storage().nbytes()) == (2, 0)
+    parked.restore()
+    assert hidden.eq(1).all()
+    del hidden, parked
+    parking.park().restore()
+    assert search.walks == 2
+
+
+def test_a_cuda_graph_that_few_objects_do_not_show_is_refused_all_the_same(search: Search) -> None:
+    parking.survey()
+    graph = Graph()
+    gc.collect()
+    graph.capture_begin()  # type: ignore[call-arg]  # it takes a pool, or none
+    with pytest.raises(parking.ParkRefused, match=r"CUDA graph is alive"):
+        parking.park()
+    del graph
+    gc.collect()  # the exception's frames, which refer to it
+    parking.park().restore()
+    parking.park().restore()
+    assert search.walks == 3
+
+
+@pytest.mark.usefixtures("search")
+def test_pytorch_still_swaps_the_tensors_that_a_search_has_found() -> None:
+    """It swaps none that something refers to weakly, as when a model is moved to another type of number."""
+    one, other = torch.ones(10_000), torch.zeros(10_000)
+    for _ in range(2):
+        parking.park().restore()
+    torch.utils.swap_tensors(one, other)
+    assert one.eq(0).all()
+
+
+def test_a_search_keeps_no_tensor_and_no_optimizer_alive(search: Search) -> None:
+    model, optimizer = build()
+    train(model, optimizer)
+    parking.survey()
+    gone = weakref.ref(optimizer), weakref.ref(model[0].weight)  # type: ignore[index]
+    del model, optimizer
+    gc.collect()
+    assert [each() for each in gone] == [None, None]
+    parking.park().restore()
+    assert search.walks == 1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_the_bytes_asked_for_are_those_of_all_gpus_without_what_cublas_keeps(
+    monkeypatch: pytest.MonkeyPatch, counted: bool
+) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: calls.append("cleared"), raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def stats(device: int) -> dict[str, object]:
+        calls.append(device)
+        return {"requested_bytes": {"all": {"current": 7 + device}}} if counted else {}
+
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", stats)
+    assert parking._asked_bytes(torch, "cuda") == (15 if counted else 0)
+    assert calls == ["cleared", 0, 1]
+    assert parking._asked_bytes(torch, "cpu") is None
 
 
 def on_cuda(monkeypatch: pytest.MonkeyPatch, *, pool: tuple[int, int] = (0, 0)) -> None:
@@ -401,7 +519,7 @@ def test_a_suspension_does_not_wait_for_an_arena_that_is_being_made(monkeypatch:
     chunks = 0
     find = parking._find
 
-    def found(torch: ModuleType) -> tuple[list[object], int]:
+    def found(torch: ModuleType) -> parking._Found:
         nonlocal chunks
         chunks = parking.ready_bytes() // 65_536 - chunks
         return find(torch)
