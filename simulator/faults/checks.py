@@ -154,6 +154,9 @@ class Checks:
         self._dead_clients: dict[TaskId, float] = {}  #: since when a client of MPS lives on after a fault
         self._hungry: dict[TaskId, tuple[float, int]] = {}  #: since when a task waits for its turn, behind how many
         self._idle_since: dict[GpuId, float] = {}  #: devices without a process, that a task could use
+        self._deaf: set[GpuId] = (
+            set()
+        )  #: of these, those that have waited for a process that was told to train, or leave
 
     def __call__(self, world: World) -> None:
         """Judge the present instant."""
@@ -316,10 +319,12 @@ class Checks:
                     leased = all(_leased_to(world, gpu, task.app) for gpu in task.gpus)
                     idle |= {device: self._idle_since.get(device, world.now) for device in task.devices if leased}
         self._idle_since = idle
+        # Also once the deaf process is gone: the wait for it is a part of the time without a process.
+        self._deaf = {device for device in self._deaf | told if device in idle}
         cost_s = DRIVER_TIMES * (world.costs.suspend_s + world.costs.resume_s)
         bound_s = PARK_PROOF_S + max(world.quantum_s, min(QUANTUM_S_MAX, cost_s / OVERHEAD)) + MOMENTS_S
         for device, since in idle.items():
-            if world.now - since > bound_s + (DEAF_S if device in told else 0.0):
+            if world.now - since > bound_s + (DEAF_S if device in self._deaf else 0.0):
                 raise Violation(f"{device} has had no process for {world.now - since:.0f} s, and is wanted", device)
 
     def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
