@@ -304,7 +304,7 @@ def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tena
     assert bidders(excess=math.inf) == bidders(excess=2.6) == (liar.app,)
     assert bidders(excess=2.0) == (honest.app,), "9 over 2.5 is less than 4"
     assert bidders(excess=2.0, had_gpu_s=200.0) == (liar.app,), "it has had no more than twice what it declared"
-    outcomes = play(view)
+    outcomes = play(view, knobs=Settings(tenants_first=tenants_first, excess=2.0))
     assert "did not bid, its rho 3.6 (9 less as many times as it has had the GPU time that it declared)" in (
         outcomes[liar.app].reason
     )

@@ -15,7 +15,8 @@ a site with one tenant the setting has no effect.
 
 The rho that an app tells decides whether it bids, and the less it says that it takes in all, the greater is its rho. So
 an app that has had more than `excess` times the GPU time that it declared comes to bid by a rho that is as many times
-less. The auction itself is the same, if all rho of a bid are so many times greater.
+less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
+it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes them: its training goes on without its agent.
@@ -73,7 +74,7 @@ class Settings(PolicySettings, frozen=True):
     leftover: str = "bidders"
     tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
     #: An app that has had so many times the GPU time that it declared bids later, as if its rho were less. inf: none.
-    excess: float = 2.0
+    excess: float = math.inf
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
