@@ -58,6 +58,7 @@ def _take_holdings(app: App, message: Holdings, now: float) -> None:
     state = app.state
     state.held = {each.gpu: HeldGpu.of(each) for each in message.leases}
     state.acked = max(state.acked, message.acked)
+    state.seq = max(state.seq, message.acked)  # a journal that lost its end knows of fewer reports than were made
     state.cluster_gpus = message.cluster_gpus or state.cluster_gpus
     state.site = message.site or state.site
     state.held_by = message.held_by

@@ -384,6 +384,7 @@ class FaultInjector:
             if party == ARBITER:
                 self._loss, self._uncommitted = None, 0
                 self._configure(restored="a backup" if loss is not None and loss.told else "")
+                world.epoch = max(world.epoch, core.state.epoch)  # it may have ended as it took a newer one
                 world.lead()
             else:
                 self._look_up(world.apps[party.id], core)

@@ -241,6 +241,13 @@ def test_an_arbiter_that_leases_to_an_app_which_is_over_is_told_so_every_time_it
         assert [report.state for report in told] == ["finished"]
 
 
+def test_an_app_agent_whose_journal_lost_its_end_goes_on_behind_the_reports_that_the_arbiter_knows() -> None:
+    bench = started()
+    bench.holdings("n1g0", acked=500)
+    bench.tick()
+    assert bench.report.seq > 500
+
+
 def test_an_app_that_is_over_does_not_answer_to_leases_that_are_leaving() -> None:
     # That of a lost GPU may leave for ever, and the arbiter answers each report: world 1795729201 never fell silent.
     bench = started()

@@ -294,20 +294,23 @@ def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
 @pytest.mark.parametrize("tenants_first", [False, True])
 def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tenants_first: bool) -> None:
     liar, honest = apps_with(9.0, 4.0)
-    liar = replace(liar, served_gpu_s=250.0, declared_gpu_s=100.0)
+    liar = replace(liar, allocated=(250.0, 0.0), declared_gpu_s=100.0)
     view = view_of(gpus_of(1), [liar, honest])
 
     def bidders(excess: float, had_gpu_s: float = 250.0) -> Sequence[AppId]:
-        seen = replace(view, apps=(replace(liar, served_gpu_s=had_gpu_s), honest))
+        seen = replace(view, apps=(replace(liar, allocated=(had_gpu_s, 0.0)), honest))
         return Themis(Settings(tenants_first=tenants_first, excess=excess)).bidders(seen)
 
     assert bidders(excess=math.inf) == bidders(excess=2.6) == (liar.app,)
     assert bidders(excess=2.0) == (honest.app,), "9 over 2.5 is less than 4"
     assert bidders(excess=2.0, had_gpu_s=200.0) == (liar.app,), "it has had no more than twice what it declared"
     outcomes = play(view, knobs=Settings(tenants_first=tenants_first, excess=2.0))
-    assert "did not bid, its rho 3.6 (9 less as many times as it has had the GPU time that it declared)" in (
+    assert "did not bid, its rho 3.6 (9 divided by 2.5, as it has had more than it declared) being" in (
         outcomes[liar.app].reason
     )
+    more = replace(view, apps=(replace(liar, allocated=(9e9, 0.0)), replace(honest, rho=2.0)))
+    policy = Themis(Settings(tenants_first=tenants_first, excess=2.0))
+    assert policy.bidders(more) == (liar.app,), "9 counts for a quarter at least"
 
 
 def test_a_bid_by_an_app_that_was_not_asked_is_ignored() -> None:

@@ -16,8 +16,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
-from arbiter.core.leases import leases
-from arbiter.core.state.model import App, Declared, Leased, State
+from arbiter.core.state.model import App, Declared, State
 from arbiter.core.turn import Turn
 
 #: An owner's sums, declared and taken, count this part less with each app that finishes later.
@@ -53,6 +52,5 @@ def compare(turn: Turn, app: App) -> None:
 
 
 def _had_gpu_s(turn: Turn, app: App) -> float:
-    """Return the GPU-seconds of an app's leases so far."""
-    running = [gpu.state.lease for gpu in leases.held(turn, app.id) if isinstance(gpu.state, Leased)]
-    return app.tally.gpu_seconds + sum(turn.now - lease.granted_at for lease in running)
+    """Return the GPU-seconds that an app has had; while a node is lost, its GPUs do not count."""
+    return turn.state.history.of_app(app.id, turn.now).allocated_gpu_s

@@ -147,6 +147,7 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
     turn.index.touch(gpu.id)
     if known is None or _place_of(known) != _place_of(gpu):
         turn.index.recount((gpu.id,))
+        turn.nodes.add(node.id)  # as what is parked on a GPU that is quarantined must end
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
     if known is not None and gpu.healthy and not (known.healthy and known.present) and model.is_first(gpu.id):
@@ -156,9 +157,9 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
         _withdraw_gpu(turn, gpu, why if gpu.quarantined else f"unhealthy: {why}")
 
 
-def _place_of(gpu: Gpu) -> tuple[bool, bool, str, str, str, str, int]:
+def _place_of(gpu: Gpu) -> tuple[bool, bool, bool, str, str, str, str, int]:
     """Return what decides where a GPU is counted: whether it serves, where it is and of what kind."""
-    return gpu.present, gpu.healthy, gpu.node, gpu.rack, gpu.slot, gpu.model, gpu.memory_bytes
+    return gpu.present, gpu.healthy, gpu.quarantined, gpu.node, gpu.rack, gpu.slot, gpu.model, gpu.memory_bytes
 
 
 def _withdraw_gpu(turn: Turn, gpu: Gpu, why: str) -> None:

@@ -61,6 +61,8 @@ from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 #: The part of the budget for explaining the outcome: a quarter of the part for finding it.
 EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders", "worst-off")
+#: The rho of an app that has had more than it declared counts at least for this part.
+HELD_MIN = 0.25
 
 
 class Settings(PolicySettings, frozen=True):
@@ -324,7 +326,7 @@ class _Round:
         winners = self._winners or "no app"
         counted, why = _rho(self._view, app, self._excess), ""
         if counted < app.rho:
-            why = f" ({app.rho:.4g} less as many times as it has had the GPU time that it declared)"
+            why = f" ({app.rho:.4g} divided by {app.rho / counted:.3g}, as it has had more than it declared)"
         return f"did not bid, its rho {counted:.4g}{why} being {self._cutoff}; the auction's GPUs went to {winners}"
 
     @property
@@ -498,7 +500,7 @@ def _content(app: AppView) -> str:
 def _rho(view: View, app: AppView, excess: float) -> float:
     """Return the rho by which an app comes to bid: less by so many times as it has had more than it declared."""
     assert app.rho is not None, f"{app.app} has not answered"
-    had_gpu_s = view.served_gpu_s(app)
+    had_gpu_s = view.allocated_gpu_s(app)
     if not app.declared_gpu_s or had_gpu_s <= excess * app.declared_gpu_s:
         return app.rho
-    return app.rho * app.declared_gpu_s / had_gpu_s
+    return app.rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)
