@@ -147,7 +147,8 @@ def _put_gpu(turn: Turn, known: Gpu | None, node: Node, status: GpuStatus) -> No
     turn.index.touch(gpu.id)
     if known is None or _place_of(known) != _place_of(gpu):
         turn.index.recount((gpu.id,))
-        turn.nodes.add(node.id)  # as what is parked on a GPU that is quarantined must end
+    if known is not None and known.quarantined != gpu.quarantined:
+        turn.nodes.add(node.id)  # what is parked there must end now
     became_usable = known is None or (not known.healthy and gpu.healthy) or (not known.empty and gpu.empty)
     turn.state.news = turn.state.news or (became_usable and isinstance(gpu.state, Free))
     if known is not None and gpu.healthy and not (known.healthy and known.present) and model.is_first(gpu.id):
