@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from launch.client import Client
+from tests.support.cluster import until
 from tests.support.page_site import OWNER, PageSite, page_site
 
 
@@ -20,7 +24,15 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PageSite]:
         for tenant, gpus in (("vision", 2), ("speech", 1)):
             done = made.type(f"gpu-arbiter submit --tenant {tenant} --gpus {gpus} -- python train.py")
             made.wait_state(done.stdout.split()[-1], "finished")
+        with made.client() as client:  # until its GPUs are proven empty an app still has them
+            until(lambda: len({figures(client), figures(client)}) == 1, "no app has any more GPU time")
         yield made
+
+
+def figures(client: Client) -> str:
+    """Return the GPU time of each app, as the arbiter tells it now."""
+    time.sleep(0.05)
+    return json.dumps([[app["id"], app["gpu_seconds"]] for app in client.query("apps")["apps"]])
 
 
 @pytest.mark.parametrize(

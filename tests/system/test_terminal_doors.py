@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import getpass
 import json
 import os
 import pwd
@@ -416,7 +417,8 @@ def test_a_supervisor_keeps_no_descriptor_of_the_node_agents_but_those_that_it_n
         command = [sys.executable, "-c", RECEIVING, str(tmp_path / "socket")]
         with subprocess.Popen(command, stdin=subprocess.DEVNULL) as supervisor:
             with launcher.accept()[0] as connection:
-                socket.send_fds(connection, [b"{}"], [said.fileno()] * 5)
+                spec = json.dumps({"reader": getpass.getuser(), "env": {}})
+                socket.send_fds(connection, [spec.encode()], [said.fileno()] * 5)
             assert supervisor.wait(PATIENCE_S) == 0
     listed = (tmp_path / "said").read_text().split()
     numbers = (0, 1, 2, shim.LOCK_FD, shim.LOG_FD, shim.EXIT_FD, shim.TERMINAL_FD)
