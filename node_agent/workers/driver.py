@@ -41,7 +41,7 @@ from msgspec import Meta, Struct
 from node_agent import procfs
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.simulated import SimulatedBackend
-from node_agent.launcher.requests import DRIVE_S_MAX, Drive
+from node_agent.launcher.requests import DRIVE_S_MAX, Drive, Key
 from node_agent.workers.records import read_json, write_json
 from node_agent.workers.supervisors import CannotStart, Launcher, drives, key_of
 from protocol.messages import GpuId
@@ -212,12 +212,10 @@ class LaunchedHelpers:
     ----------
     launcher
         The launcher of this node.
-    owner
-        Of the node agent, by its state directory; see `node_agent.workers.containment`.
     """
 
-    def __init__(self, launcher: Launcher, owner: str) -> None:
-        self._launcher, self._owner = launcher, owner
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
 
     def start(self, request: _Request) -> int:
         """Start a helper; return the pipe that it writes to. Waits.
@@ -228,15 +226,20 @@ class LaunchedHelpers:
             If it cannot be started; with the reason.
         """
         assert request.do != "probe", "a probe is of no task"
-        key = next(filter(None, map(key_of, request.pids)), None)
+        key = _key(request.pids)
         if key is None:
             raise CannotStart("no process of the task is left")
         timeout_s = min(request.timeout_s, DRIVE_S_MAX)
         return self._launcher.drive(Drive(key, request.do, timeout_s, request.pids, request.lock_s or 0.0))
 
-    def are_gone(self) -> bool:
-        """Whether no helper lives, of any node agent with this state directory."""
-        return not drives(self._owner)
+    def are_gone(self, pids: Sequence[int]) -> bool:
+        """Whether no helper lives for the task of these processes, of any node agent. Other tasks do not matter."""
+        key = _key(pids)
+        return key is None or not drives(key)
+
+
+def _key(pids: Sequence[int]) -> Key | None:
+    return next(filter(None, map(key_of, pids)), None)
 
 
 class DriverCheckpointer:
@@ -267,7 +270,7 @@ class DriverCheckpointer:
         self._command = tuple(command)
         self._launched = launched
         self._children: set[int] = set()
-        self._orphans_gone = False
+        self._orphans_gone, self._waiting = False, asyncio.Lock()
 
     async def probe(self) -> str:
         """Return the result of a probe with a small process; one result holds until the node is started anew."""
@@ -303,9 +306,13 @@ class DriverCheckpointer:
 
     async def find(self, pids: Sequence[int]) -> Found:
         """Ask the driver, once the helpers of an earlier node agent have ended."""
-        if not self._orphans_gone:
-            await self._wait_for_orphans()
-            self._orphans_gone = True
+        if self._launched is not None:
+            await self._wait_for_orphans(partial(self._launched.are_gone, pids))
+        else:
+            async with self._waiting:  # before any helper of this object: they hold the lock, too
+                if not self._orphans_gone:
+                    await self._wait_for_lock()
+                    self._orphans_gone = True
         return await self._find(pids)
 
     async def _find(self, pids: Sequence[int]) -> Found:
@@ -418,19 +425,21 @@ class DriverCheckpointer:
                 return
             await asyncio.sleep(0.01)
 
-    async def _wait_for_orphans(self) -> None:
+    async def _wait_for_lock(self) -> None:
         """Wait until no helper lives, of any node agent."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        are_gone: Callable[[], bool] = partial(_try_lock, lock) if self._launched is None else self._launched.are_gone
         try:
-            deadline = time.monotonic() + ORPHANS_S
-            while not are_gone():
-                if time.monotonic() > deadline:
-                    log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
-                    return
-                await asyncio.sleep(0.05)
+            await self._wait_for_orphans(partial(_try_lock, lock))
         finally:
             os.close(lock)
+
+    async def _wait_for_orphans(self, are_gone: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ORPHANS_S
+        while not await asyncio.to_thread(are_gone):
+            if time.monotonic() > deadline:
+                log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
+                return
+            await asyncio.sleep(0.05)
 
 
 def _has_ended(child: int) -> bool:
