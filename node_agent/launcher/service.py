@@ -35,6 +35,7 @@ from hashlib import blake2s
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from node_agent.launcher import requests
 from node_agent.launcher.config import LauncherConfig
@@ -137,27 +138,39 @@ class Launcher:
     def _begun(
         self, key: str, user: pwd.struct_passwd, properties: Sequence[str], program: Sequence[str]
     ) -> Iterator[socket.socket]:
-        """Start a program of ours as `user` in a unit, and yield its connection; without one the unit is ended."""
+        """Start a program of ours as `user` in a unit, and yield its connection; without one the unit is ended.
+
+        The connection of another process of the user's is none.
+        """
         with _listening(path := self._starts / f"{key}.sock", user.pw_uid) as listener, ExitStack() as undoing:
             self._units.start(key, user.pw_name, user.pw_gid, properties, [sys.executable, *program, str(path)])
             undoing.callback(self._units.end, key)
-            with self._accept(key, listener, user.pw_uid) as connection:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                raise Refused(f"no word came within {PATIENCE_S:g} s; see journalctl -u {unit(key)}") from None
+            with connection:
+                if _peer(connection) != (self._units.standing(key).main, user.pw_uid):
+                    raise Refused(f"another process spoke in place of that of {unit(key)}")
+                connection.settimeout(PATIENCE_S)
                 undoing.pop_all()
                 yield connection
 
     def _drive(self, drive: Drive, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
         """Start the helper for the driver as the user of a task that runs, with the devices of that task.
 
-        It has no right of root's, so the kernel keeps it from the processes of other users.
+        It has no right of root's, so the kernel keeps it from the processes of other users. Processes that have ended
+        by now are left out.
         """
         task = self._units.standing(drive.key)
-        if not all(self._units.is_member(pid, task.group) for pid in drive.pids):
+        found = {pid: self._units.is_member(pid, task.group) for pid in drive.pids}
+        if False in found.values() or not any(found.values()):
             raise Refused(f"the driver is asked for processes of {unit(drive.key)} alone, and one of these is none")
         limits = (f"RuntimeMaxSec={drive.timeout_s}", "KillSignal=SIGKILL", *task.devices)
         key = f"driver-{drive.key}-{os.urandom(4).hex()}"  # one that has ended may be known to systemd for a moment
         with self._begun(key, pwd.getpwnam(task.user), limits, HELPER) as helper:
             answer(Reply())
-            _hand_over(helper, drive, descriptors)
+            _hand_over(helper, replace(drive, pids=tuple(filter(found.get, found))), descriptors)
 
     def _check(self, start: Start) -> pwd.struct_passwd:
         """Return the user that the task runs as.
@@ -258,18 +271,6 @@ class Launcher:
         told = (user.pw_name, start.node, launch.terminal is not None, self._config.bootstrap_dir)
         return Payload(launch.command, launch.cwd, launch.checkpoint_dir, launch.env | ours, secrets, start.cpus, *told)
 
-    def _accept(self, key: str, listener: socket.socket, uid: int) -> socket.socket:
-        """Return the connection of the program that a unit was started for: another process of the user's is none."""
-        try:
-            program, _ = listener.accept()
-        except TimeoutError:
-            raise Refused(f"no word came within {PATIENCE_S:g} s; see journalctl -u {unit(key)}") from None
-        if _peer(program) != (self._units.standing(key).main, uid):
-            program.close()
-            raise Refused(f"another process spoke in place of that of {unit(key)}")
-        program.settimeout(PATIENCE_S)
-        return program
-
 
 def _check_keys(folder: Path) -> None:
     """Refuse a folder of keys in which another user than this one could put the key of a gateway of its own.
@@ -336,8 +337,7 @@ def _hand_over(program: socket.socket, content: Payload | Drive, descriptors: Se
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
     """Return the number and the user of the process that connected."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", found)
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 

@@ -53,8 +53,7 @@ class Units:
     """The units of tasks, each known by the task's key; `run` runs a command to its end."""
 
     def __init__(self, run: Run | None = None, proc: Path = Path("/proc")) -> None:
-        self._run = run or _run
-        self._proc = proc
+        self._run, self._proc = run or _run, proc
 
     def start(self, key: str, user: str, group: int, properties: Sequence[str], command: Sequence[str]) -> None:
         """Start `command` as `user` with the primary group `group`.
@@ -79,17 +78,15 @@ class Units:
 
     def members(self, group: str) -> list[int]:
         """Return the processes in a control group."""
-        if not group:
-            return []
         numbers = (int(path.name) for path in self._proc.iterdir() if path.name.isdigit())
         return [pid for pid in numbers if self.is_member(pid, group)]
 
-    def is_member(self, pid: int, group: str) -> bool:
-        """Whether a process is in a control group, which a user cannot leave."""
+    def is_member(self, pid: int, group: str) -> bool | None:
+        """Whether a process is in a control group, which a user cannot leave; None if it is gone."""
         try:
             lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
         except OSError:
-            return False
+            return None
         return any(line in (f"0::{group}", f"{line.partition(':')[0]}:name=systemd:{group}") for line in lines)
 
     def terminate(self, key: str) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -354,16 +355,30 @@ def drive(site: Site, *pids: int) -> tuple[str, list[list[str]]]:
     systemd = TaskAndHelper()
     launcher = Launcher(site.config, Units(systemd, site.folder / "proc"))
     line = msgspec.json.encode(Drive("0a0a0a0a-0a0a0a0a0a0a0a0a", "suspend", 5.0, pids, 1.0)) + b"\n"
-    with pytest.raises((Refused, UnitError)) as refused:
-        launcher.answer(line, [], lambda reply: None)
-    return str(refused.value), systemd.started
+    why = ""
+    try:
+        launcher.answer(line, [0], lambda reply: None)
+    except (Refused, UnitError) as error:
+        why = str(error)
+    return why, systemd.started
 
 
-@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,)])
+@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,), (7, 9, 10)])
 def test_the_driver_is_asked_for_no_process_but_the_tasks(site: Site, pids: tuple[int, ...]) -> None:
     why, started = drive(site, *pids)
     assert why.endswith("alone, and one of these is none")
     assert started == []
+
+
+@pytest.mark.parametrize("pids", [(7, 10), (10, 8, 7)])
+def test_a_process_that_has_ended_keeps_the_driver_from_none_of_the_others(
+    site: Site, pids: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Drive] = []
+    monkeypatch.setattr(Launcher, "_begun", lambda *_: nullcontext())
+    monkeypatch.setattr(service, "_hand_over", lambda helper, drive, descriptors: handed.append(drive))
+    assert drive(site, *pids) == ("", [])
+    assert handed[0].pids == tuple(pid for pid in pids if pid != 10)
 
 
 @needs_root
