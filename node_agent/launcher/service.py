@@ -48,6 +48,8 @@ from protocol.worker import ENVIRONMENT
 
 WORKERS = Path(__file__).parents[1] / "workers"
 SHIM, HELPER = ("-I", "-S", str(WORKERS / "shim.py")), ("-I", str(WORKERS / "driver_helper.py"))
+#: The memory of a suspended GPU is the task's. A helper that is stopped has nothing to tidy up.
+HELPER_LIMITS = ("KillSignal=SIGKILL", "MemoryMax=1G")
 #: For the node agent to send a request, and for a program to connect once its unit is started.
 PATIENCE_S = 30.0
 CONNECTIONS_MAX = 64
@@ -160,15 +162,16 @@ class Launcher:
         """Start the helper for the driver as the user of a task that runs, with the devices of that task.
 
         It has no right of root's, so the kernel keeps it from the processes of other users. Processes that have ended
-        by now are left out.
+        by now are left out. It ends with the task, and systemd has one unit of a name: a task has one helper at most.
         """
-        task = self._units.standing(drive.key)
+        if len(descriptors) != 1:
+            raise Refused(f"a question to the driver needs one descriptor, and {len(descriptors)} came")
+        task, name = self._units.standing(drive.key), unit(drive.key)
         found = {pid: self._units.is_member(pid, task.group) for pid in drive.pids}
         if False in found.values() or not any(found.values()):
-            raise Refused(f"the driver is asked for processes of {unit(drive.key)} alone, and one of these is none")
-        limits = (f"RuntimeMaxSec={drive.timeout_s}", "KillSignal=SIGKILL", *task.devices)
-        key = f"driver-{drive.key}-{os.urandom(4).hex()}"  # one that has ended may be known to systemd for a moment
-        with self._begun(key, pwd.getpwnam(task.user), limits, HELPER) as helper:
+            raise Refused(f"the driver is asked for processes of {name} alone, and one of these is none")
+        limits = (*HELPER_LIMITS, f"RuntimeMaxSec={drive.timeout_s}", f"BindsTo={name}", f"After={name}", *task.bounds)
+        with self._begun(f"driver-{drive.key}", _known(task.user), limits, HELPER) as helper:
             answer(Reply())
             _hand_over(helper, replace(drive, pids=tuple(filter(found.get, found))), descriptors)
 
@@ -216,12 +219,7 @@ class Launcher:
             raise Refused(
                 f"the user {warrant.user} has the number {warrant.uid}; users below {self._config.uid_min} run no tasks"
             )
-        try:
-            user = pwd.getpwnam(warrant.user)
-        except KeyError:
-            raise Refused(
-                f"the user {warrant.user} is not known on this node; make it here with the number {warrant.uid}"
-            ) from None
+        user = _known(warrant.user)
         if (user.pw_uid, user.pw_gid) != (warrant.uid, warrant.gids[0]):
             raise Refused(
                 f"the user {warrant.user} has the numbers {user.pw_uid}:{user.pw_gid} on this node and "
@@ -307,6 +305,13 @@ def _identity(start: Start, launch: LaunchSpec) -> dict[str, str]:
     }
 
 
+def _known(name: str) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        raise Refused(f"the user {name} is not known on this node; make it here with the number at gateways") from None
+
+
 def _group(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
@@ -331,8 +336,7 @@ def _give_log(log: int, node_uid: int, gid: int) -> None:
 
 def _hand_over(program: socket.socket, content: Payload | Drive, descriptors: Sequence[int]) -> None:
     data = msgspec.json.encode(content)
-    sent = socket.send_fds(program, [data], descriptors)
-    program.sendall(data[sent:])
+    program.sendall(data[socket.send_fds(program, [data], descriptors) :])
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
@@ -382,8 +386,7 @@ def serve(config: LauncherConfig, units: Units | None = None, ready: Callable[[]
     """
     if os.geteuid():
         raise ConfigError("the launcher starts tasks as other users, so it must run as root")
-    launcher = Launcher(config, units or Units())
-    path = Path(config.socket)
+    launcher, path = Launcher(config, units or Units()), Path(config.socket)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with _listening(path, launcher.node_uid) as listener:

@@ -40,7 +40,7 @@ LINE_BYTES_MAX = 4096
 #: In the control groups of a process: a unit of the launcher's, with the task's key, of the task or of a helper. It is
 #: the whole path: users may have control groups of any name below those of their logins.
 _UNIT = re.compile(
-    r"^\d+:[^:]*:/gpu\.slice/gpu-arbiter\.slice/gpu-arbiter-(driver-)?([0-9a-f]{8}-[0-9a-f]{16})(?:-[0-9a-f]{8})?\.service$",
+    r"^\d+:[^:]*:/gpu\.slice/gpu-arbiter\.slice/gpu-arbiter-(driver-)?([0-9a-f]{8}-[0-9a-f]{16})\.service$",
     re.MULTILINE,
 )
 
