@@ -132,6 +132,7 @@ class DriverFacts(Struct, frozen=True):
     bindings: str  #: version of cuda-bindings; empty: not installed
     boot_id: str
     user: int
+    ptrace_scope: int = 0  #: of the kernel's Yama; not 0: processes touch their descendants alone
 
     @classmethod
     def read(cls, driver: str) -> DriverFacts:
@@ -139,7 +140,7 @@ class DriverFacts(Struct, frozen=True):
         bindings = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             bindings = importlib.metadata.version("cuda-bindings")
-        return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid())
+        return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid(), procfs.ptrace_scope())
 
     @property
     def unfit(self) -> str:
@@ -276,6 +277,11 @@ class DriverCheckpointer:
         """Return the result of a probe with a small process; one result holds until the node is started anew."""
         if self._facts.unfit:
             return self._facts.unfit
+        if self._launched is not None and self._facts.ptrace_scope:  # no right of the node agent's reaches that helper
+            return (
+                f"kernel.yama.ptrace_scope is {self._facts.ptrace_scope}, and where a launcher starts tasks the driver "
+                "checkpoints them only with 0; run: sysctl kernel.yama.ptrace_scope=0"
+            )
         known = read_json(self._result, ProbeResult)
         if known is not None and known.host == self._facts:
             return known.reason

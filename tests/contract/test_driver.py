@@ -561,6 +561,19 @@ async def test_where_it_cannot_work_it_is_not_tried(play: StandIn, host: DriverF
     assert calls(play) == []
 
 
+@pytest.mark.parametrize("launched", [True, False])
+async def test_where_a_launcher_starts_tasks_the_kernel_must_let_processes_of_one_user_touch_each_other(
+    play: StandIn, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    monkeypatch.setattr(procfs, "ptrace_scope", lambda: 1)
+    assert DriverFacts.read("580.95.05").ptrace_scope == 1
+    helpers = driver.LaunchedHelpers(supervisors.Launcher(play.folder)) if launched else None
+    command = (sys.executable, "-I", str(HELPER))
+    made = DriverCheckpointer(play.folder.parent, replace(FIT, ptrace_scope=1), command, helpers)
+    assert ("run: sysctl kernel.yama.ptrace_scope=0" in await made.probe()) == launched
+    assert await DriverCheckpointer(play.folder.parent, FIT, command, helpers).probe() == ""
+
+
 @pytest.mark.skipif(Path("/sys/module/nvidia/version").exists(), reason="this host has an NVIDIA driver")
 async def test_without_the_drivers_library_the_real_helper_says_so(tmp_path: Path) -> None:
     reason = await DriverCheckpointer(tmp_path, FIT).probe()
