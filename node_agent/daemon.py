@@ -368,9 +368,8 @@ class Performer:
             done = await self._move(effect, pids)
         else:
             done = await self._checkpointer.resume(pids, effect.timeout_s)
-        self._post(
-            ProcessCheckpointed(effect.task, effect.do, done.ok, done.reason, done.lost, done.seconds, done.bytes)
-        )
+        told = (done.ok, done.reason, done.lost, done.seconds, done.bytes, done.again)
+        self._post(ProcessCheckpointed(effect.task, effect.do, *told))
 
     async def _move(self, effect: CheckpointProcess, pids: Sequence[int]) -> Result:
         """Resume a task on other GPUs, whose device files it must open for that; afterwards only those it is on."""

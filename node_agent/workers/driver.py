@@ -73,13 +73,17 @@ NO_MOVES: Mapping[GpuId, GpuId] = {}
 
 
 class Result(Struct, frozen=True):
-    """The outcome of a suspension or resumption. `bytes`: the change of the host memory that the task takes."""
+    """The outcome of a suspension or resumption. `bytes`: the change of the host memory that the task takes.
+
+    `again`: the driver could not be asked, and may be asked later.
+    """
 
     ok: bool
     reason: str = ""
     lost: bool = False
     seconds: float = 0.0
     bytes: int = 0
+    again: bool = False
 
 
 class Found(Struct, frozen=True):
@@ -465,7 +469,7 @@ def _sorted(pids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _result(answer: _Line) -> Result:
-    return Result(ok=bool(answer.ok), reason=answer.reason, lost=answer.lost)
+    return Result(ok=bool(answer.ok), reason=answer.reason, lost=answer.lost, again=answer.again)
 
 
 def _resident_bytes(pids: Sequence[int]) -> int:

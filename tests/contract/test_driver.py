@@ -160,6 +160,7 @@ async def test_where_a_launcher_starts_tasks_it_is_asked_for_helpers_and_without
     for do in (made.suspend, made.resume):
         silent = await do((os.getpid(),), PATIENCE_S)
         assert (silent.ok, silent.lost, "does not answer" in silent.reason) == (False, False, True)
+        assert silent.again, "it may be asked later"
     assert not (await made.find((os.getpid(),))).known
 
 
