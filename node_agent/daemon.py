@@ -55,8 +55,7 @@ from node_agent.core.events import (
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.activity import ActivityWatch
 from node_agent.devices.sampling import measure, open_backend
-from node_agent.workers.containment import owner_of
-from node_agent.workers.driver import Checkpointer, LaunchedHelpers, Result, open_checkpointer
+from node_agent.workers.driver import Checkpointer, Found, LaunchedHelpers, Result, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
 from node_agent.workers.records import read_json, write_json
 from node_agent.workers.storage import Storage
@@ -72,6 +71,10 @@ from protocol.worker import Counted
 
 #: Between two looks for a lifted quarantine.
 LIFTING_S = 2.0
+#: For the state of tasks that an earlier node agent may have suspended, before the node agent goes on. Their users can
+#: delay an answer, and after `node_timeout_s` all leases of a node end.
+FOUND_S = 5.0
+WANTED = {"suspend": "suspended", "resume": "running"}
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -197,7 +200,7 @@ def _launched(settings: Settings) -> LaunchedHelpers | None:
     """Return what starts helpers for the driver where a launcher starts tasks."""
     if settings.launcher is None:
         return None
-    return LaunchedHelpers(Launcher(settings.launcher), owner_of(settings.state_dir))
+    return LaunchedHelpers(Launcher(settings.launcher))
 
 
 async def _driver_facts(config: NodeConfig, checkpointer: Checkpointer) -> dict[str, bool]:
@@ -310,6 +313,7 @@ class Performer:
 
     def __init__(self, memory: _Memory, checkpointer: Checkpointer) -> None:
         self._memory, self._checkpointer = memory, checkpointer
+        self._finding: dict[TaskId, asyncio.Task[Found]] = {}
 
     def attach(
         self,
@@ -329,18 +333,34 @@ class Performer:
         await self._storage.keep("agent", self._memory.write)
 
     async def find_checkpointed(self) -> None:
-        """Post the state of all tasks, as an earlier node agent's driver helper may have changed it."""
-        for task in self._workers.living():
-            found = await self._checkpointer.find(await asyncio.to_thread(self._workers.processes, task))
-            match found.standing:
-                case "suspended":
-                    self._post(ProcessCheckpointed(task, "suspend", ok=True))
-                case "lost":
-                    self._post(ProcessCheckpointed(task, "suspend", ok=False, lost=True, reason=found.reason))
-                case _ if found.known:
-                    self._post(ProcessCheckpointed(task, "resume", ok=True))
+        """Post the state of all tasks, as an earlier node agent's driver helper may have changed it.
+
+        Returns after `FOUND_S` at the latest. A state that is not known by then is posted later, and until then the
+        driver is not asked to suspend or resume that task.
+        """
+        living = self._workers.living()
+        self._finding = {task: self._tasks.create_task(self._find(task), name=f"find {task}") for task in living}
+        if self._finding:
+            _, late = await asyncio.wait(self._finding.values(), timeout=FOUND_S)
+            if late:
+                log.warning("driver.late", tasks=sorted(task for task in living if self._finding[task] in late))
+
+    async def _find(self, task: TaskId) -> Found:
+        found = await self._checkpointer.find(await asyncio.to_thread(self._workers.processes, task))
+        match found.standing:
+            case "suspended":
+                self._post(ProcessCheckpointed(task, "suspend", ok=True))
+            case "lost":
+                self._post(ProcessCheckpointed(task, "suspend", ok=False, lost=True, reason=found.reason))
+            case _ if found.known:
+                self._post(ProcessCheckpointed(task, "resume", ok=True))
+        return found
 
     async def _checkpoint(self, effect: CheckpointProcess) -> None:
+        if (finding := self._finding.get(effect.task)) is not None and not finding.done():
+            found = await finding
+            if found.known and found.standing in (WANTED[effect.do], "lost"):
+                return  # it was posted, and is all that there is to say
         pids = await asyncio.to_thread(self._workers.processes, effect.task)
         if effect.do == "suspend":
             done = await self._checkpointer.suspend(pids, effect.timeout_s)
@@ -348,9 +368,8 @@ class Performer:
             done = await self._move(effect, pids)
         else:
             done = await self._checkpointer.resume(pids, effect.timeout_s)
-        self._post(
-            ProcessCheckpointed(effect.task, effect.do, done.ok, done.reason, done.lost, done.seconds, done.bytes)
-        )
+        told = (done.ok, done.reason, done.lost, done.seconds, done.bytes, done.again)
+        self._post(ProcessCheckpointed(effect.task, effect.do, *told))
 
     async def _move(self, effect: CheckpointProcess, pids: Sequence[int]) -> Result:
         """Resume a task on other GPUs, whose device files it must open for that; afterwards only those it is on."""

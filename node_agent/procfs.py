@@ -28,6 +28,14 @@ def boot_id() -> str:
     return (PROC / "sys/kernel/random/boot_id").read_text().strip()
 
 
+def ptrace_scope() -> int:
+    """Return kernel.yama.ptrace_scope, 0 where the kernel has none."""
+    try:
+        return int((PROC / "sys/kernel/yama/ptrace_scope").read_text())
+    except (OSError, ValueError):
+        return 0
+
+
 def stat(pid: int) -> Stat | None:
     """Return the process `pid`, or None if there is none."""
     try:

@@ -267,7 +267,10 @@ class Flushed(Struct, frozen=True, tag=True):
 
 
 class ProcessCheckpointed(Struct, frozen=True, tag=True):
-    """Outcome of `CheckpointProcess`. `lost`: the process can never be resumed and must be killed."""
+    """Outcome of `CheckpointProcess`. `lost`: the process can never be resumed and must be killed.
+
+    `again`: the driver could not be asked, so that nothing is known about the task; it may be asked later.
+    """
 
     task: TaskId
     do: Literal["suspend", "resume"]
@@ -276,6 +279,7 @@ class ProcessCheckpointed(Struct, frozen=True, tag=True):
     lost: bool = False
     seconds: float = 0.0
     bytes: int = 0
+    again: bool = False
 
 
 class Estimated(Struct, frozen=True, tag=True):

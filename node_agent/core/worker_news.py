@@ -287,7 +287,7 @@ def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
         case Resuming(by_driver=True) if event.do == "resume" and node.tasks[event.task].image_of:
             _move_refused(node, node.tasks[event.task], event.reason)
         case Resuming(by_driver=True) if event.do == "resume":
-            _resume_refused(node, node.tasks[event.task], event.reason)
+            _resume_refused(node, node.tasks[event.task], event.reason, again=event.again)
         case _:
             pass
 
@@ -354,9 +354,13 @@ def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
         ladder.vacate(node, task, refusal=reason)
 
 
-def _resume_refused(node: NodeState, task: Task, reason: str) -> None:
-    """Leave the worker parked and ask again later: the memory of another process may still have been in its way."""
-    node.learn(task.id, refused=(*task.facts.refused, "resume"))
+def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = False) -> None:
+    """Leave the worker parked and ask again later: the memory of another process may still have been in its way.
+
+    With `again` it was not asked, which counts as no refusal.
+    """
+    if not again:
+        node.learn(task.id, refused=(*task.facts.refused, "resume"))
     task = node.tasks[task.id]
     by_driver = isinstance(task.state, Resuming) and task.state.by_driver
     if task.facts.refused.count("resume") >= RESUMES_MAX:

@@ -18,8 +18,9 @@ from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSp
 REQUEST_BYTES_MAX = 2**23
 DESCRIPTORS = 4
 DESCRIPTORS_MAX = 5
-#: The longest that an operation of the driver may take: a day.
-DRIVE_S_MAX = 86_400.0
+#: The longest that an operation of the driver may take: an hour.
+DRIVE_S_MAX = 3600.0
+DRIVEN_MAX = 4096
 #: Of node agents on this node by their state directories, and of their tasks; see `node_agent.workers.containment`.
 Owner = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}$")]
 Key = Annotated[str, Meta(pattern=r"^[0-9a-f]{8}-[0-9a-f]{16}$")]
@@ -69,7 +70,7 @@ class Drive(Struct, frozen=True, tag="drive", forbid_unknown_fields=True):
     key: Key
     do: Literal["suspend", "resume", "find"]
     timeout_s: Annotated[float, Meta(gt=0, le=DRIVE_S_MAX)]
-    pids: Annotated[tuple[Count, ...], Meta(min_length=1)]
+    pids: Annotated[tuple[Count, ...], Meta(min_length=1, max_length=DRIVEN_MAX)]
     lock_s: Annotated[float, Meta(ge=0, le=DRIVE_S_MAX)] = 0.0
 
 

@@ -35,6 +35,7 @@ from hashlib import blake2s
 from pathlib import Path
 
 import msgspec
+from msgspec.structs import replace
 
 from node_agent.launcher import requests
 from node_agent.launcher.config import LauncherConfig
@@ -47,6 +48,8 @@ from protocol.worker import ENVIRONMENT
 
 WORKERS = Path(__file__).parents[1] / "workers"
 SHIM, HELPER = ("-I", "-S", str(WORKERS / "shim.py")), ("-I", str(WORKERS / "driver_helper.py"))
+#: The memory of a suspended GPU is the task's. A helper that is stopped has nothing to tidy up.
+HELPER_LIMITS = ("KillSignal=SIGKILL", "MemoryMax=1G")
 #: For the node agent to send a request, and for a program to connect once its unit is started.
 PATIENCE_S = 30.0
 CONNECTIONS_MAX = 64
@@ -137,27 +140,40 @@ class Launcher:
     def _begun(
         self, key: str, user: pwd.struct_passwd, properties: Sequence[str], program: Sequence[str]
     ) -> Iterator[socket.socket]:
-        """Start a program of ours as `user` in a unit, and yield its connection; without one the unit is ended."""
+        """Start a program of ours as `user` in a unit, and yield its connection; without one the unit is ended.
+
+        The connection of another process of the user's is none.
+        """
         with _listening(path := self._starts / f"{key}.sock", user.pw_uid) as listener, ExitStack() as undoing:
             self._units.start(key, user.pw_name, user.pw_gid, properties, [sys.executable, *program, str(path)])
             undoing.callback(self._units.end, key)
-            with self._accept(key, listener, user.pw_uid) as connection:
+            try:
+                connection, _ = listener.accept()
+            except TimeoutError:
+                raise Refused(f"no word came within {PATIENCE_S:g} s; see journalctl -u {unit(key)}") from None
+            with connection:
+                if _peer(connection) != (self._units.standing(key).main, user.pw_uid):
+                    raise Refused(f"another process spoke in place of that of {unit(key)}")
+                connection.settimeout(PATIENCE_S)
                 undoing.pop_all()
                 yield connection
 
     def _drive(self, drive: Drive, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
         """Start the helper for the driver as the user of a task that runs, with the devices of that task.
 
-        It has no right of root's, so the kernel keeps it from the processes of other users.
+        It has no right of root's, so the kernel keeps it from the processes of other users. Processes that have ended
+        by now are left out. It ends with the task, and systemd has one unit of a name: a task has one helper at most.
         """
-        task = self._units.standing(drive.key)
-        if not all(self._units.is_member(pid, task.group) for pid in drive.pids):
-            raise Refused(f"the driver is asked for processes of {unit(drive.key)} alone, and one of these is none")
-        limits = (f"RuntimeMaxSec={drive.timeout_s}", "KillSignal=SIGKILL", *task.devices)
-        key = f"driver-{drive.key}-{os.urandom(4).hex()}"  # one that has ended may be known to systemd for a moment
-        with self._begun(key, pwd.getpwnam(task.user), limits, HELPER) as helper:
+        if len(descriptors) != 1:
+            raise Refused(f"a question to the driver needs one descriptor, and {len(descriptors)} came")
+        task, name = self._units.standing(drive.key), unit(drive.key)
+        found = {pid: self._units.is_member(pid, task.group) for pid in drive.pids}
+        if False in found.values() or not any(found.values()):
+            raise Refused(f"the driver is asked for processes of {name} alone, and one of these is none")
+        limits = (*HELPER_LIMITS, f"RuntimeMaxSec={drive.timeout_s}", f"BindsTo={name}", f"After={name}", *task.bounds)
+        with self._begun(f"driver-{drive.key}", _known(task.user), limits, HELPER) as helper:
             answer(Reply())
-            _hand_over(helper, drive, descriptors)
+            _hand_over(helper, replace(drive, pids=tuple(filter(found.get, found))), descriptors)
 
     def _check(self, start: Start) -> pwd.struct_passwd:
         """Return the user that the task runs as.
@@ -203,12 +219,7 @@ class Launcher:
             raise Refused(
                 f"the user {warrant.user} has the number {warrant.uid}; users below {self._config.uid_min} run no tasks"
             )
-        try:
-            user = pwd.getpwnam(warrant.user)
-        except KeyError:
-            raise Refused(
-                f"the user {warrant.user} is not known on this node; make it here with the number {warrant.uid}"
-            ) from None
+        user = _known(warrant.user)
         if (user.pw_uid, user.pw_gid) != (warrant.uid, warrant.gids[0]):
             raise Refused(
                 f"the user {warrant.user} has the numbers {user.pw_uid}:{user.pw_gid} on this node and "
@@ -258,18 +269,6 @@ class Launcher:
         told = (user.pw_name, start.node, launch.terminal is not None, self._config.bootstrap_dir)
         return Payload(launch.command, launch.cwd, launch.checkpoint_dir, launch.env | ours, secrets, start.cpus, *told)
 
-    def _accept(self, key: str, listener: socket.socket, uid: int) -> socket.socket:
-        """Return the connection of the program that a unit was started for: another process of the user's is none."""
-        try:
-            program, _ = listener.accept()
-        except TimeoutError:
-            raise Refused(f"no word came within {PATIENCE_S:g} s; see journalctl -u {unit(key)}") from None
-        if _peer(program) != (self._units.standing(key).main, uid):
-            program.close()
-            raise Refused(f"another process spoke in place of that of {unit(key)}")
-        program.settimeout(PATIENCE_S)
-        return program
-
 
 def _check_keys(folder: Path) -> None:
     """Refuse a folder of keys in which another user than this one could put the key of a gateway of its own.
@@ -306,6 +305,13 @@ def _identity(start: Start, launch: LaunchSpec) -> dict[str, str]:
     }
 
 
+def _known(name: str) -> pwd.struct_passwd:
+    try:
+        return pwd.getpwnam(name)
+    except KeyError:
+        raise Refused(f"the user {name} is not known on this node; make it here with the number at gateways") from None
+
+
 def _group(gid: int) -> str:
     try:
         return grp.getgrgid(gid).gr_name
@@ -330,14 +336,12 @@ def _give_log(log: int, node_uid: int, gid: int) -> None:
 
 def _hand_over(program: socket.socket, content: Payload | Drive, descriptors: Sequence[int]) -> None:
     data = msgspec.json.encode(content)
-    sent = socket.send_fds(program, [data], descriptors)
-    program.sendall(data[sent:])
+    program.sendall(data[socket.send_fds(program, [data], descriptors) :])
 
 
 def _peer(connection: socket.socket) -> tuple[int, int]:
     """Return the number and the user of the process that connected."""
-    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", found)
+    pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     return pid, uid
 
 
@@ -382,8 +386,7 @@ def serve(config: LauncherConfig, units: Units | None = None, ready: Callable[[]
     """
     if os.geteuid():
         raise ConfigError("the launcher starts tasks as other users, so it must run as root")
-    launcher = Launcher(config, units or Units())
-    path = Path(config.socket)
+    launcher, path = Launcher(config, units or Units()), Path(config.socket)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with _listening(path, launcher.node_uid) as listener:

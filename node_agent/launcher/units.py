@@ -20,6 +20,7 @@ from msgspec import Struct
 #: The device files that CUDA opens besides each GPU's own.
 DEVICE_FILES = ("/dev/nvidiactl", "/dev/nvidia-uvm", "/dev/nvidia-uvm-tools")
 SLICE = "gpu-arbiter.slice"
+SHOWN = "MainPID,ControlGroup,User,DeviceAllow,AllowedCPUs"
 SYSTEMD_S = 30.0
 #: For processes that were sent SIGKILL to disappear, and for a supervisor to write down the end.
 KILLED_S = 5.0
@@ -38,26 +39,27 @@ class UnitError(Exception):
 
 
 class Standing(Struct, frozen=True):
-    """A unit's main process (0: none), its control group, below the root of the hierarchy, its user, and its devices.
+    """A unit's main process (0: none), its control group, below the root of the hierarchy, its user, and its bounds.
 
-    The devices are the properties by which another unit may open the same ones.
+    The bounds are the properties by which another unit gets the same devices and cores.
     """
 
     main: int
     group: str
     user: str = ""
-    devices: tuple[str, ...] = ()
+    bounds: tuple[str, ...] = ()
 
 
 class Units:
     """The units of tasks, each known by the task's key; `run` runs a command to its end."""
 
     def __init__(self, run: Run | None = None, proc: Path = Path("/proc")) -> None:
-        self._run = run or _run
-        self._proc = proc
+        self._run, self._proc = run or _run, proc
 
     def start(self, key: str, user: str, group: int, properties: Sequence[str], command: Sequence[str]) -> None:
         """Start `command` as `user` with the primary group `group`.
+
+        A unit of this name that has ended may be known to systemd for a moment, which is waited for.
 
         Raises
         ------
@@ -66,30 +68,31 @@ class Units:
         """
         wanted = (f"User={user}", f"Group={group}", *PROPERTIES.split(), *properties)
         options = ["--quiet", "--collect", "--unit", unit(key), "--slice", SLICE, "--description", f"GPU task {key}"]
-        done = self._run(["systemd-run", *options, *(part for one in wanted for part in ("-p", one)), "--", *command])
+        line = ["systemd-run", *options, *(part for one in wanted for part in ("-p", one)), "--", *command]
+        deadline = time.monotonic() + KILLED_S
+        while (done := self._run(line)).returncode and "already" in done.stderr and time.monotonic() < deadline:
+            time.sleep(0.05)
         if done.returncode:
             raise UnitError(f"systemd did not start it: {done.stderr.strip()}")
 
     def standing(self, key: str) -> Standing:
         """Return how the unit of a task stands."""
-        shown = self._run(["systemctl", "show", unit(key), "-p", "MainPID,ControlGroup,User,DeviceAllow"]).stdout
-        found = dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
-        devices = tuple(line for line in shown.splitlines() if line.startswith("DeviceAllow=/"))
-        return Standing(int(found.get("MainPID") or 0), found.get("ControlGroup", ""), found.get("User", ""), devices)
+        shown = self._run(["systemctl", "show", unit(key), "-p", SHOWN]).stdout.splitlines()
+        found = dict(line.split("=", 1) for line in shown if "=" in line)
+        bounds = tuple(line for line in shown if line.startswith(("DeviceAllow=/", "AllowedCPUs=")) and line[-1] != "=")
+        return Standing(int(found.get("MainPID") or 0), found.get("ControlGroup", ""), found.get("User", ""), bounds)
 
     def members(self, group: str) -> list[int]:
         """Return the processes in a control group."""
-        if not group:
-            return []
-        numbers = (int(path.name) for path in self._proc.iterdir() if path.name.isdigit())
-        return [pid for pid in numbers if self.is_member(pid, group)]
+        names = [path.name for path in self._proc.iterdir()]
+        return [int(name) for name in names if name.isdigit() and self.is_member(int(name), group)]
 
-    def is_member(self, pid: int, group: str) -> bool:
-        """Whether a process is in a control group, which a user cannot leave."""
+    def is_member(self, pid: int, group: str) -> bool | None:
+        """Whether a process is in a control group, which a user cannot leave; None if it is gone."""
         try:
             lines = (self._proc / str(pid) / "cgroup").read_text().splitlines()
         except OSError:
-            return False
+            return None
         return any(line in (f"0::{group}", f"{line.partition(':')[0]}:name=systemd:{group}") for line in lines)
 
     def terminate(self, key: str) -> None:
@@ -110,20 +113,21 @@ class Units:
             time.sleep(0.02)
 
     def end(self, key: str) -> None:
-        """SIGKILL whatever is left of a task."""
-        self._run(["systemctl", "kill", "--signal=SIGKILL", unit(key)])
+        """SIGKILL whatever is left of a task, its helper for the driver too."""
+        self._run(["systemctl", "kill", "--signal=SIGKILL", unit(key), unit(f"driver-{key}")])
 
     def reopen(self, key: str, devices: Collection[str]) -> None:
-        """Set the device files of a task anew.
+        """Set the device files of a task anew, and of its helper for the driver.
 
         Raises
         ------
         UnitError
             If systemd refuses it.
         """
-        done = self._run(["systemctl", "set-property", "--runtime", unit(key), "DeviceAllow=", *allowing(devices)])
-        if done.returncode:
-            raise UnitError(f"systemd would not open the device files of its new GPUs: {done.stderr.strip()}")
+        for one in filter(lambda one: one == key or self.standing(one).group, (key, f"driver-{key}")):
+            done = self._run(["systemctl", "set-property", "--runtime", unit(one), "DeviceAllow=", *allowing(devices)])
+            if done.returncode:
+                raise UnitError(f"systemd would not open the device files of its new GPUs: {done.stderr.strip()}")
 
     def living(self, owner: str) -> list[str]:
         """Return the keys of the tasks of a node agent whose units are there."""

@@ -41,7 +41,7 @@ from msgspec import Meta, Struct
 from node_agent import procfs
 from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.simulated import SimulatedBackend
-from node_agent.launcher.requests import DRIVE_S_MAX, Drive
+from node_agent.launcher.requests import DRIVE_S_MAX, Drive, Key
 from node_agent.workers.records import read_json, write_json
 from node_agent.workers.supervisors import CannotStart, Launcher, drives, key_of
 from protocol.messages import GpuId
@@ -73,13 +73,17 @@ NO_MOVES: Mapping[GpuId, GpuId] = {}
 
 
 class Result(Struct, frozen=True):
-    """The outcome of a suspension or resumption. `bytes`: the change of the host memory that the task takes."""
+    """The outcome of a suspension or resumption. `bytes`: the change of the host memory that the task takes.
+
+    `again`: the driver could not be asked, and may be asked later.
+    """
 
     ok: bool
     reason: str = ""
     lost: bool = False
     seconds: float = 0.0
     bytes: int = 0
+    again: bool = False
 
 
 class Found(Struct, frozen=True):
@@ -132,6 +136,7 @@ class DriverFacts(Struct, frozen=True):
     bindings: str  #: version of cuda-bindings; empty: not installed
     boot_id: str
     user: int
+    ptrace_scope: int = 0  #: of the kernel's Yama; not 0: processes touch their descendants alone
 
     @classmethod
     def read(cls, driver: str) -> DriverFacts:
@@ -139,7 +144,7 @@ class DriverFacts(Struct, frozen=True):
         bindings = ""
         with suppress(importlib.metadata.PackageNotFoundError):
             bindings = importlib.metadata.version("cuda-bindings")
-        return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid())
+        return cls(platform.machine(), driver, bindings, procfs.boot_id(), os.getuid(), procfs.ptrace_scope())
 
     @property
     def unfit(self) -> str:
@@ -212,12 +217,10 @@ class LaunchedHelpers:
     ----------
     launcher
         The launcher of this node.
-    owner
-        Of the node agent, by its state directory; see `node_agent.workers.containment`.
     """
 
-    def __init__(self, launcher: Launcher, owner: str) -> None:
-        self._launcher, self._owner = launcher, owner
+    def __init__(self, launcher: Launcher) -> None:
+        self._launcher = launcher
 
     def start(self, request: _Request) -> int:
         """Start a helper; return the pipe that it writes to. Waits.
@@ -228,15 +231,20 @@ class LaunchedHelpers:
             If it cannot be started; with the reason.
         """
         assert request.do != "probe", "a probe is of no task"
-        key = next(filter(None, map(key_of, request.pids)), None)
+        key = _key(request.pids)
         if key is None:
             raise CannotStart("no process of the task is left")
         timeout_s = min(request.timeout_s, DRIVE_S_MAX)
         return self._launcher.drive(Drive(key, request.do, timeout_s, request.pids, request.lock_s or 0.0))
 
-    def are_gone(self) -> bool:
-        """Whether no helper lives, of any node agent with this state directory."""
-        return not drives(self._owner)
+    def are_gone(self, pids: Sequence[int]) -> bool:
+        """Whether no helper lives for the task of these processes, of any node agent. Other tasks do not matter."""
+        key = _key(pids)
+        return key is None or not drives(key)
+
+
+def _key(pids: Sequence[int]) -> Key | None:
+    return next(filter(None, map(key_of, pids)), None)
 
 
 class DriverCheckpointer:
@@ -267,12 +275,17 @@ class DriverCheckpointer:
         self._command = tuple(command)
         self._launched = launched
         self._children: set[int] = set()
-        self._orphans_gone = False
+        self._orphans_gone, self._waiting = False, asyncio.Lock()
 
     async def probe(self) -> str:
         """Return the result of a probe with a small process; one result holds until the node is started anew."""
         if self._facts.unfit:
             return self._facts.unfit
+        if self._launched is not None and self._facts.ptrace_scope:  # no right of the node agent's reaches that helper
+            return (
+                f"kernel.yama.ptrace_scope is {self._facts.ptrace_scope}, and where a launcher starts tasks the driver "
+                "checkpoints them only with 0; run: sysctl kernel.yama.ptrace_scope=0"
+            )
         known = read_json(self._result, ProbeResult)
         if known is not None and known.host == self._facts:
             return known.reason
@@ -303,9 +316,13 @@ class DriverCheckpointer:
 
     async def find(self, pids: Sequence[int]) -> Found:
         """Ask the driver, once the helpers of an earlier node agent have ended."""
-        if not self._orphans_gone:
-            await self._wait_for_orphans()
-            self._orphans_gone = True
+        if self._launched is not None:
+            await self._wait_for_orphans(partial(self._launched.are_gone, pids))
+        else:
+            async with self._waiting:  # before any helper of this object: they hold the lock, too
+                if not self._orphans_gone:
+                    await self._wait_for_lock()
+                    self._orphans_gone = True
         return await self._find(pids)
 
     async def _find(self, pids: Sequence[int]) -> Found:
@@ -418,19 +435,21 @@ class DriverCheckpointer:
                 return
             await asyncio.sleep(0.01)
 
-    async def _wait_for_orphans(self) -> None:
+    async def _wait_for_lock(self) -> None:
         """Wait until no helper lives, of any node agent."""
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        are_gone: Callable[[], bool] = partial(_try_lock, lock) if self._launched is None else self._launched.are_gone
         try:
-            deadline = time.monotonic() + ORPHANS_S
-            while not are_gone():
-                if time.monotonic() > deadline:
-                    log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
-                    return
-                await asyncio.sleep(0.05)
+            await self._wait_for_orphans(partial(_try_lock, lock))
         finally:
             os.close(lock)
+
+    async def _wait_for_orphans(self, are_gone: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + ORPHANS_S
+        while not await asyncio.to_thread(are_gone):
+            if time.monotonic() > deadline:
+                log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
+                return
+            await asyncio.sleep(0.05)
 
 
 def _has_ended(child: int) -> bool:
@@ -450,7 +469,7 @@ def _sorted(pids: Sequence[int]) -> tuple[int, ...]:
 
 
 def _result(answer: _Line) -> Result:
-    return Result(ok=bool(answer.ok), reason=answer.reason, lost=answer.lost)
+    return Result(ok=bool(answer.ok), reason=answer.reason, lost=answer.lost, again=answer.again)
 
 
 def _resident_bytes(pids: Sequence[int]) -> int:

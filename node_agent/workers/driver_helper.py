@@ -66,7 +66,8 @@ class DriverError(Exception):
 
 
 HINTS = {
-    OPERATING_SYSTEM: "; run the node agent as root, or as the user of the tasks with CAP_SYS_PTRACE",
+    OPERATING_SYSTEM: "; run: sysctl kernel.yama.ptrace_scope=0, or where no launcher starts tasks run the node agent "
+    "as root, or as the user of the tasks with CAP_SYS_PTRACE",
     NOT_READY: "; its work on the GPU did not end in time",
     OUT_OF_MEMORY: "; the GPU's memory was taken meanwhile",
 }

@@ -37,8 +37,12 @@ ANSWER_S = 90.0
 #: Of the complaint of a shim that could not start.
 COMPLAINT_BYTES_MAX = 2000
 LINE_BYTES_MAX = 4096
-#: In the control groups of a process: the unit of a task, with the task's key.
-_OF_TASK = re.compile(r"/gpu-arbiter-([0-9a-f]{8}-[0-9a-f]{16})\.service$", re.MULTILINE)
+#: In the control groups of a process: a unit of the launcher's, with the task's key, of the task or of a helper. It is
+#: the whole path: users may have control groups of any name below those of their logins.
+_UNIT = re.compile(
+    r"^\d+:[^:]*:/gpu\.slice/gpu-arbiter\.slice/gpu-arbiter-(driver-)?([0-9a-f]{8}-[0-9a-f]{16})\.service$",
+    re.MULTILINE,
+)
 
 
 class CannotStart(Exception):  # noqa: N818 - an expected no, told to the user as a sentence
@@ -221,14 +225,14 @@ class Launcher:
 
 def key_of(pid: int) -> Key | None:
     """Return the key of the task of which the launcher has started this process; None if it is of none."""
-    found = _OF_TASK.search(procfs.cgroups(pid))
-    return found and found[1]
+    found = _UNIT.search(procfs.cgroups(pid))
+    return found[2] if found and not found[1] else None
 
 
-def drives(owner: str) -> bool:
-    """Whether a helper for the driver lives, for tasks of a node agent."""
-    mark = f"/gpu-arbiter-driver-{owner}-"
-    return any(mark in procfs.cgroups(process.pid) for process in procfs.processes())
+def drives(key: str) -> bool:
+    """Whether a helper for the driver lives, for the task with this key."""
+    found = (_UNIT.search(procfs.cgroups(process.pid)) for process in procfs.processes())
+    return any(one and one[1] and one[2] == key for one in found)
 
 
 def _connected(path: Path) -> socket.socket:

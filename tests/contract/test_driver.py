@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,6 +19,7 @@ import pytest
 from msgspec.structs import replace
 
 from node_agent import daemon, procfs
+from node_agent.core.events import CheckpointProcess, ProcessCheckpointed
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers import driver, supervisors
 from node_agent.workers.driver import (
@@ -32,7 +33,7 @@ from node_agent.workers.driver import (
 )
 from node_agent.workers.driver_helper import CannotBeDone, permutation
 from node_agent.workers.manager import Settings
-from protocol.messages import GpuId
+from protocol.messages import GpuId, TaskId
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
 
@@ -159,6 +160,7 @@ async def test_where_a_launcher_starts_tasks_it_is_asked_for_helpers_and_without
     for do in (made.suspend, made.resume):
         silent = await do((os.getpid(),), PATIENCE_S)
         assert (silent.ok, silent.lost, "does not answer" in silent.reason) == (False, False, True)
+        assert silent.again, "it may be asked later"
     assert not (await made.find((os.getpid(),))).known
 
 
@@ -420,6 +422,83 @@ async def test_without_an_answer_from_the_driver_nothing_is_claimed(play: StandI
     assert "304" in found.reason
 
 
+GPU_SLICE = "/gpu.slice/gpu-arbiter.slice"
+KEY = "0a0a0a0a-0a0a0a0a0a0a0a0a"
+
+
+@pytest.mark.parametrize(
+    ("group", "is_task", "is_helper"),
+    [
+        (f"0::{GPU_SLICE}/gpu-arbiter-{KEY}.service", True, False),
+        (f"1:name=systemd:{GPU_SLICE}/gpu-arbiter-{KEY}.service", True, False),
+        (f"0::{GPU_SLICE}/gpu-arbiter-driver-{KEY}.service", False, True),
+        (f"0::{GPU_SLICE}/gpu-arbiter-driver-{KEY[:-1]}b.service", False, False),
+        (f"0::/user.slice/user-2001.slice{GPU_SLICE}/gpu-arbiter-driver-{KEY}.service", False, False),
+        (f"0::/user.slice/user-2001.slice/gpu-arbiter-{KEY}.service", False, False),
+        (f"0::{GPU_SLICE}/gpu-arbiter-driver-{KEY}.service/below", False, False),
+    ],
+)
+def test_a_helper_is_known_by_its_whole_control_group_and_for_its_task_alone(
+    monkeypatch: pytest.MonkeyPatch, group: str, is_task: bool, is_helper: bool
+) -> None:
+    monkeypatch.setattr(procfs, "processes", lambda: [SimpleNamespace(pid=7)])
+    monkeypatch.setattr(procfs, "cgroups", lambda pid: f"2:cpu:/\n{group}\n")
+    assert (supervisors.key_of(7) == KEY, supervisors.drives(KEY)) == (is_task, is_helper)
+
+
+class LateCheckpointer(SimulatedCheckpointer):
+    """Finds the state of the first task at once, and of the others once it is told to; remembers its calls."""
+
+    def __init__(self) -> None:
+        super().__init__(SimulatedBackend("n1", 1))
+        self.calls: list[str] = []
+        self.told = asyncio.Event()
+
+    async def find(self, pids: Sequence[int]) -> Found:
+        if list(pids) != [1]:
+            await self.told.wait()
+        self.calls.append(f"find {pids}")
+        return Found("suspended")
+
+    async def suspend(self, pids: Sequence[int], timeout_s: float) -> driver.Result:
+        self.calls.append(f"suspend {pids}")
+        return driver.Result(ok=True)
+
+    async def resume(
+        self, pids: Sequence[int], timeout_s: float, moves: Mapping[GpuId, GpuId] = driver.NO_MOVES
+    ) -> driver.Result:
+        self.calls.append(f"resume {pids}")
+        return driver.Result(ok=True)
+
+
+async def test_a_task_whose_state_is_not_found_out_holds_up_neither_the_node_nor_the_other_tasks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(daemon, "FOUND_S", 0.0)
+    made, posted, first = LateCheckpointer(), list[object](), asyncio.Event()
+    workers = SimpleNamespace(
+        living=lambda: ["late-1", "first-1", "late-2"], processes=lambda task: [int(task == "first-1")]
+    )
+    performer = daemon.Performer(None, made)  # type: ignore[arg-type]
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
+        performer.attach(workers, None, tasks, lambda event: (posted.append(event), first.set()), None)  # type: ignore[arg-type]
+        await performer.find_checkpointed()
+        for task, do in (("late-1", "suspend"), ("late-2", "resume")):
+            await performer.perform(CheckpointProcess(TaskId(task), do, 1.0))
+        await first.wait()
+        assert posted == [ProcessCheckpointed(TaskId("first-1"), "suspend", ok=True)]
+        made.told.set()
+    assert made.calls == ["find [1]", "find [0]", "find [0]", "resume [0]"], (
+        "the driver is asked for one thing at a time"
+    )
+    assert sorted((event.task, event.do) for event in posted) == [  # type: ignore[attr-defined]
+        ("first-1", "suspend"),
+        ("late-1", "suspend"),
+        ("late-2", "resume"),
+        ("late-2", "suspend"),
+    ]
+
+
 # --- whether it works here ------------------------------------------------------------------------------------------
 
 
@@ -481,6 +560,19 @@ async def test_a_trial_for_which_there_was_no_room_is_made_again(play: StandIn) 
 async def test_where_it_cannot_work_it_is_not_tried(play: StandIn, host: DriverFacts, reason: str) -> None:
     assert reason in await played(play, host).probe()
     assert calls(play) == []
+
+
+@pytest.mark.parametrize("launched", [True, False])
+async def test_where_a_launcher_starts_tasks_the_kernel_must_let_processes_of_one_user_touch_each_other(
+    play: StandIn, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    monkeypatch.setattr(procfs, "ptrace_scope", lambda: 1)
+    assert DriverFacts.read("580.95.05").ptrace_scope == 1
+    helpers = driver.LaunchedHelpers(supervisors.Launcher(play.folder)) if launched else None
+    command = (sys.executable, "-I", str(HELPER))
+    made = DriverCheckpointer(play.folder.parent, replace(FIT, ptrace_scope=1), command, helpers)
+    assert ("run: sysctl kernel.yama.ptrace_scope=0" in await made.probe()) == launched
+    assert await DriverCheckpointer(play.folder.parent, FIT, command, helpers).probe() == ""
 
 
 @pytest.mark.skipif(Path("/sys/module/nvidia/version").exists(), reason="this host has an NVIDIA driver")

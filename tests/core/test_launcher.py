@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -329,41 +330,64 @@ def test_a_request_of_any_other_shape_is_no_request(site: Site) -> None:
 
 # --- the driver's checkpoint ----------------------------------------------------------------------------------------
 
+TASK, HELPER = (f"gpu-arbiter-{name}0a0a0a0a-0a0a0a0a0a0a0a0a.service" for name in ("", "driver-"))
 OF_TASK = """MainPID=7
 ControlGroup=/a.slice/task.service
 User=nobody
 DeviceAllow=/dev/null rw
 DeviceAllow=/dev/zero rw
+AllowedCPUs=0 2-3
 """
 
 
 class TaskAndHelper(Systemd):
-    """Knows the unit of a task, and starts nothing either."""
+    """Knows the unit of a task, and starts nothing either; the unit of an earlier helper goes after `earlier` tries."""
+
+    earlier = 0
 
     def __call__(self, command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        if command[0] == "systemd-run" and self.earlier:
+            self.earlier -= 1
+            return subprocess.CompletedProcess(list(command), 1, "", "Unit x.service was already loaded")
         if command[:2] == ["systemctl", "show"]:
             return subprocess.CompletedProcess(list(command), 0, OF_TASK, "")
         return super().__call__(command)
 
 
-def drive(site: Site, *pids: int) -> tuple[str, list[list[str]]]:
+def drive(
+    site: Site, *pids: int, descriptors: int = 1, systemd: TaskAndHelper | None = None
+) -> tuple[str, list[list[str]]]:
     """Why the driver was not asked for these processes, and what was to be started for it; 7 is one of the task's."""
     for pid, group in {7: "/a.slice/task.service", 8: "/a.slice/task.service", 9: "/a.slice/other.service"}.items():
         (site.folder / f"proc/{pid}").mkdir(parents=True, exist_ok=True)
         (site.folder / f"proc/{pid}/cgroup").write_text(f"0::{group}\n")
-    systemd = TaskAndHelper()
+    systemd = systemd or TaskAndHelper()
     launcher = Launcher(site.config, Units(systemd, site.folder / "proc"))
     line = msgspec.json.encode(Drive("0a0a0a0a-0a0a0a0a0a0a0a0a", "suspend", 5.0, pids, 1.0)) + b"\n"
-    with pytest.raises((Refused, UnitError)) as refused:
-        launcher.answer(line, [], lambda reply: None)
-    return str(refused.value), systemd.started
+    why = ""
+    try:
+        launcher.answer(line, [0] * descriptors, lambda reply: None)
+    except (Refused, UnitError) as error:
+        why = str(error)
+    return why, systemd.started
 
 
-@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,)])
+@pytest.mark.parametrize("pids", [(9,), (7, 9), (10,), (7, 9, 10)])
 def test_the_driver_is_asked_for_no_process_but_the_tasks(site: Site, pids: tuple[int, ...]) -> None:
     why, started = drive(site, *pids)
     assert why.endswith("alone, and one of these is none")
     assert started == []
+
+
+@pytest.mark.parametrize("pids", [(7, 10), (10, 8, 7)])
+def test_a_process_that_has_ended_keeps_the_driver_from_none_of_the_others(
+    site: Site, pids: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handed: list[Drive] = []
+    monkeypatch.setattr(Launcher, "_begun", lambda *_: nullcontext())
+    monkeypatch.setattr(service, "_hand_over", lambda helper, drive, descriptors: handed.append(drive))
+    assert drive(site, *pids) == ("", [])
+    assert handed[0].pids == tuple(pid for pid in pids if pid != 10)
 
 
 @needs_root
@@ -372,7 +396,58 @@ def test_the_drivers_helper_has_the_user_and_the_devices_of_the_task_a_time_and_
     assert "it refuses" in why
     wanted = {"User=nobody", f"Group={NOBODY.pw_gid}", "DevicePolicy=closed", "NoNewPrivileges=yes"}
     assert wanted | {"DeviceAllow=/dev/null rw", "DeviceAllow=/dev/zero rw", "RuntimeMaxSec=5.0"} <= set(line)
+    assert {"AllowedCPUs=0 2-3", "MemoryMax=1G"} <= set(line)
     assert not [word for word in line if "Capabilities" in word]
+
+
+@needs_root
+def test_the_drivers_helper_ends_with_the_task_which_has_one_at_most(site: Site) -> None:
+    systemd = TaskAndHelper()
+    systemd.earlier = 2
+    _, (line,) = drive(site, 7, systemd=systemd)
+    assert {f"BindsTo={TASK}", f"After={TASK}", "KillSignal=SIGKILL"} <= set(line)
+    assert line[line.index("--unit") + 1] == HELPER, "systemd has one unit of a name"
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_a_question_to_the_driver_comes_with_one_descriptor(site: Site, count: int) -> None:
+    assert drive(site, 7, descriptors=count) == (f"a question to the driver needs one descriptor, and {count} came", [])
+
+
+def test_the_user_of_a_task_may_be_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.OF_TASK", OF_TASK.replace("nobody", "nosuchuser"))
+    why, started = drive(site, 7)
+    assert (why.startswith("the user nosuchuser is not known on this node"), started) == (True, [])
+
+
+@pytest.mark.parametrize(
+    "question",
+    [
+        {"timeout_s": 3601.0, "pids": (7,)},
+        {"timeout_s": 5.0, "pids": ()},
+        {"timeout_s": 5.0, "pids": tuple(range(1, 4098))},
+    ],
+)
+def test_a_question_to_the_driver_has_bounds(question: dict[str, object]) -> None:
+    words = {"type": "drive", "key": "0a0a0a0a-0a0a0a0a0a0a0a0a", "do": "suspend", **question}
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.json.decode(msgspec.json.encode(words), type=Drive)
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_the_end_and_new_devices_of_a_task_are_those_of_its_helper_too(is_there: bool) -> None:
+    ran: list[Sequence[str]] = []
+
+    def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        group = f"ControlGroup=/{command[2]}\n" if is_there or command[2] == TASK else "ControlGroup=\n"
+        return subprocess.CompletedProcess(list(command), 0, group, "")
+
+    made = Units(run)
+    made.reopen("0a0a0a0a-0a0a0a0a0a0a0a0a", ["/dev/null"])
+    assert [line[3] for line in ran if line[1] == "set-property"] == [TASK, *[HELPER] * is_there]
+    made.end("0a0a0a0a-0a0a0a0a0a0a0a0a")
+    assert ran[-1][-2:] == [TASK, HELPER]
 
 
 # --- devices, the supervisor's word ---------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from node_agent.core.events import (
     WorkerNote,
     WorkerStarted,
 )
+from node_agent.core.worker_news import RESUME_AGAIN_S, RESUMES_MAX
 from protocol.messages import JobId, TaskId
 from tests.support.node_harness import GIB, Bench, gpu, process, sample, task_order
 
@@ -69,6 +70,17 @@ def test_the_driver_has_time_for_all_the_memory_of_a_task_and_back(gpus: int) ->
     bench.plan(task_order(A, *on))
     resume = bench.only(CheckpointProcess)
     assert (resume.do, resume.timeout_s > 40 + image / 1.8e9) == ("resume", True)
+
+
+def test_a_task_that_the_driver_could_not_be_asked_to_resume_stays_suspended_until_it_can_be() -> None:
+    bench = parked_bench()
+    bench.plan(task_order(A, 0))
+    for _ in range(2 * RESUMES_MAX):
+        assert bench.only(CheckpointProcess).do == "resume"
+        answer(bench, "resume", ok=False, again=True, reason="the launcher does not answer")
+        bench.wait(RESUME_AGAIN_S + 1.0)
+    answer(bench, "resume")
+    assert bench.status(A).phase == "running"
 
 
 # --- which GPUs -----------------------------------------------------------------------------------------------------

@@ -331,11 +331,10 @@ ASKING_DRIVER = """
 import asyncio, json, sys
 from pathlib import Path
 import msgspec
-from node_agent.workers.containment import owner_of
 from node_agent.workers.driver import DriverCheckpointer, DriverFacts, LaunchedHelpers
 from node_agent.workers.supervisors import Launcher
-socket, state, do, timeout_s, pids = sys.argv[1:]
-launched = LaunchedHelpers(Launcher(Path(socket)), owner_of(Path(state)))
+socket, do, timeout_s, pids = sys.argv[1:]
+launched = LaunchedHelpers(Launcher(Path(socket)))
 made = DriverCheckpointer(Path("/srv/node"), DriverFacts("x86_64", "580.95.05", "13.0.1", "b", 993), launched=launched)
 words = (json.loads(pids),) if do == "find" else (json.loads(pids), float(timeout_s))
 print(msgspec.json.encode(asyncio.run(getattr(made, do)(*words))).decode())
@@ -363,7 +362,7 @@ class Driver:
         self.host.write(f"{DRIVER}/state.{pid}", "0", mode="666")
 
     def line(self, do: str, *pids: int, timeout_s: float = PATIENCE_S) -> list[str]:
-        words = (LAUNCHER, str(STATE), do, str(timeout_s), json.dumps(pids))
+        words = (LAUNCHER, do, str(timeout_s), json.dumps(pids))
         return ["env", "-C", str(REPOSITORY), sys.executable, "-c", ASKING_DRIVER, *words]
 
     def ask(self, do: str, *pids: int, timeout_s: float = PATIENCE_S) -> dict[str, object]:
