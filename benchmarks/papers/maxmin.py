@@ -127,6 +127,8 @@ SMALL = "4x4"
 
 #: Leases of half the usual length, as jobs have a tenth of the published length; for every policy that has leases.
 SHORT: Knobs = (("lease_s", "300"),)
+#: `themis` where apps are held to what they declared.
+HELD: Knobs = (("policy.themis.excess", "2"),)
 
 MEMORY = Memory(Cell, Outcome)
 
@@ -299,13 +301,19 @@ def knowing(plan: Plan) -> Part:
 
 
 def lying(plan: Plan) -> Part:
-    """Compare liars with themselves telling the truth: under ours, and `themis` if that goes by what is lied about."""
+    """Compare liars with themselves telling the truth: under ours, and `themis` if that goes by what is lied about.
+
+    Under `themis` once as it is by default, and once where apps are held to what they declared.
+    """
     rows, paying = [], []
     for lie, by, past in plan.lies:
-        policies = (OURS, "themis") if lie != "left" and past == 1.0 else (OURS,)
-        for policy, liars in product(policies, ("one", "several")):
-            gains = list(_gains(plan, policy, lie, by, past, together=liars == "several"))
+        ruled: list[tuple[str, Knobs]] = [(OURS, ())]
+        if lie != "left" and past == 1.0:
+            ruled += [("themis", ()), ("themis", HELD)]
+        for (name, knobs), liars in product(ruled, ("one", "several")):
+            gains = list(_gains(plan, name, knobs, lie, by, past, together=liars == "several"))
             gain = estimate(gains)
+            policy = ", ".join((name, *(f"{knob.rpartition('.')[2]} = {value}" for knob, value in knobs)))
             paying += [f"{policy}: {lie} by {by:.0%} ({liars})"] if gain.above_zero else []
             told = "none" if past == 1.0 else f"{past:g} times"
             greatest = f"{100 * max(gains):+.1f}"
@@ -320,10 +328,12 @@ def lying(plan: Plan) -> Part:
     return (claim,), (Table("how much sooner a liar is done", columns, tuple(rows)),)
 
 
-def _gains(plan: Plan, policy: str, lie: Lie, by: float, past: float, *, together: bool) -> Iterator[float]:
+def _gains(
+    plan: Plan, policy: str, knobs: Knobs, lie: Lie, by: float, past: float, *, together: bool
+) -> Iterator[float]:
     """Yield the gain of each liar: the part of its JCT that it saves."""
     for seed in plan.lying_seeds:
-        true = Cell(1, policy, seed, 4.0, plan.lying_apps, plan.lying_scale, SMALL, SHORT)
+        true = Cell(1, policy, seed, 4.0, plan.lying_apps, plan.lying_scale, SMALL, (*SHORT, *knobs))
         honest = run(true)
         for liars in [plan.at_once] if together else [(number,) for number in plan.liars]:
             lied = run(replace(true, lie=lie, by=by, past=past, liars=liars))
