@@ -109,13 +109,17 @@ def test_a_gain_is_the_part_of_its_time_that_a_liar_saves(known: dict[Cell, Outc
         known[replace(true, lie="total", by=0.6, liars=(2,))] = outcome(1.0, 1.0, 1.0, after, 1.0)
         known[replace(true, lie="total", by=0.6, liars=(1, 3))] = outcome(1.0, 1.0, 90.0, 1.0, 80.0)
         for cell in [each for each in known if each.policy == OURS]:
-            known[replace(cell, policy="themis")] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
+            for knobs in ((), maxmin.HELD):
+                themis = replace(cell, policy="themis", knobs=(*maxmin.SHORT, *knobs))
+                known[themis] = outcome(1.0, 100.0, 100.0, 50.0, 100.0)
     (claim,), (table,) = maxmin.lying(plan)
     assert [(row[0], row[6].partition(" ")[0]) for row in table.rows] == [
         (OURS, "+0.00"),
         (OURS, "+15.00"),
         ("themis", "+0.00"),
         ("themis", "+0.00"),
+        ("themis, excess = 2", "+0.00"),
+        ("themis, excess = 2", "+0.00"),
     ]
     assert claim.ours == "maxmin-ftf: total by 60% (several)"
     assert not claim.met
@@ -141,4 +145,4 @@ def test_the_document_has_the_parts_that_were_asked_for(known: dict[Cell, Outcom
     tiny = replace(QUICK, apps=3, scale=0.02, lying_apps=4, lying_scale=0.02)
     report = evaluate(tiny, ["lying"])
     assert [table.name for table in report.tables] == ["how much sooner a liar is done"]
-    assert len(known) == 6
+    assert len(known) == 9, "ours and two forms of themis, each without a liar, with one, and with several"
