@@ -370,13 +370,13 @@ class Checks:
                 self._fences[name] = node.fence
 
     def judge_drains(self, state: State) -> None:
-        """Judge the leases that an event has begun on nodes that are drained."""
+        """Judge the leases that an event has begun on nodes that are drained, also those that it has ended again."""
         drained: dict[NodeId, set[LeaseId]] = {}
         for node, drain in state.drains.items():
             leased = {
                 gpu.state.lease.id: gpu.state.lease
                 for gpu in state.gpus.values()
-                if gpu.node == node and isinstance(gpu.state, Leased)
+                if gpu.node == node and isinstance(gpu.state, Leased | Draining)
             }
             drained[node] = set(leased)
             for lease in leased.keys() - self._drained.get(node, leased.keys()):
