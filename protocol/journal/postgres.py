@@ -78,6 +78,10 @@ AND pid <> pg_backend_pid() AND wait_event = 'ClientRead' AND state_change < clo
 """
 _IS_FREE = "SELECT 1 FROM journal.site FOR UPDATE SKIP LOCKED"
 _NEWEST_SNAPSHOT = "SELECT coalesce(max(seq), 0) FROM journal.snapshots"
+_IS_PRUNED = """
+SELECT EXISTS (SELECT 1 FROM journal.snapshots WHERE seq > %s)
+AND NOT EXISTS (SELECT 1 FROM journal.events WHERE seq = %s)
+"""
 _INSERT_SNAPSHOT = """
 INSERT INTO journal.snapshots (seq, now, state, sum) VALUES (%s, %s, %s, %s)
 ON CONFLICT (seq) DO UPDATE SET now = excluded.now, state = excluded.state, sum = excluded.sum
@@ -336,7 +340,7 @@ class PostgresJournal(Generic[EventT]):
             self._compare_end(known)
         if rows and self.last_seq != self._committed_seq:  # what was appended has been refused, or will be
             raise self._deposed()
-        if rows and rows[0][0] != self._committed_seq + 1:
+        if (rows and rows[0][0] != self._committed_seq + 1) or (not rows and self._is_pruned()):
             raise Deposed(f"{self.place}: another arbiter has led since event {self._committed_seq}")
         marks = {seq: mark for seq, mark in self._marks_after(self._snapshot_seq).items() if seq <= self._end(rows)}
         events = list(self._checked(rows, self._committed_seq))
@@ -346,6 +350,11 @@ class PostgresJournal(Generic[EventT]):
         if marks:
             self._snapshot_seq = max(marks)
         return News(events, marks if program == self._program else {})
+
+    def _is_pruned(self) -> bool:
+        """Whether a snapshot has taken the place of the event after the last one that was read."""
+        ((pruned,),) = self._database.one(_IS_PRUNED, (self._committed_seq, self._committed_seq + 1))[1]
+        return bool(pruned)
 
     def _end(self, rows: Sequence[Row]) -> int:
         return int(rows[-1][0]) if rows else self._committed_seq
