@@ -243,9 +243,10 @@ class _Performer:
         `token` is the epoch of the leader token. Returns the epoch to lead in, newer than all that were given out.
         """
         state = self._arbiter.state
-        # Nodes and app agents may remember an arbiter whose journal was lost, and obey no epoch before its last.
-        least = 0 if self._journal.last_seq else int(self._wall())
-        epoch = await self._away(partial(self._journal.next_epoch, max(token, state.epoch + 1, least)))
+        # The journal may have lost its end, and the broker its count. Nodes and app agents obey no epoch older than one
+        # that they know, and cannot tell two arbiters of one epoch apart: a clock gives no second again.
+        least = max(token, state.epoch + 1, int(self._wall()))
+        epoch = await self._away(partial(self._journal.next_epoch, least))
         await self._follow()
         if state.epoch >= epoch:
             epoch = await self._away(partial(self._journal.next_epoch, state.epoch + 1))

@@ -60,11 +60,14 @@ def opened(folder: Path) -> SqliteJournal[Event]:
     return SqliteJournal[Event].of(folder / "journal.db", Event)
 
 
-def leading(arbiter: Arbiter, journal: SqliteJournal[Event], folder: Path, settings: ArbiterSettings) -> int:
-    """Have an arbiter take over, as it does once it has the leader token; return its epoch."""
+def leading(
+    arbiter: Arbiter, journal: SqliteJournal[Event], folder: Path, settings: ArbiterSettings, at: float | None = None
+) -> int:
+    """Have an arbiter take over, as it does once it has the leader token, at `at`; return its epoch."""
+    wall = time.time if at is None else lambda: at
     config = ArbiterConfig(state_dir=str(folder), arbiter=settings)
     with closing(Ledger(folder / "ledger.db")) as ledger:
-        return asyncio.run(_Performer(arbiter, journal, ledger, config)._take_over(1))
+        return asyncio.run(_Performer(arbiter, journal, ledger, config, wall)._take_over(1))
 
 
 def restarted(site: Site, folder: Path, settings: ArbiterSettings) -> Arbiter:
@@ -129,6 +132,21 @@ def test_an_arbiter_that_lost_its_journal_is_obeyed_by_those_who_knew_it(tmp_pat
             arbiter = _restore(journal, Ledger(tmp_path / "ledger.db"), "begin")
             assert leading(arbiter, journal, tmp_path, SETTINGS) >= int(began)
         (tmp_path / "journal.db").unlink()
+
+
+def test_no_epoch_is_given_out_again_by_an_older_journal_and_a_broker_that_counts_anew(tmp_path: Path) -> None:
+    """A host was put back to an image of this morning, with journal and broker."""
+    with opened(tmp_path) as journal:
+        morning = leading(_restore(journal, Ledger(tmp_path / "ledger.db")), journal, tmp_path, SETTINGS, at=1000.0)
+    image = (tmp_path / "journal.db").read_bytes()
+    epochs = [morning]
+    for at in (5000.0, 9000.0):
+        (tmp_path / "journal.db").write_bytes(image)
+        with opened(tmp_path) as journal:
+            arbiter = _restore(journal, Ledger(tmp_path / "ledger.db"))
+            assert journal.last_seq > 0
+            epochs.append(leading(arbiter, journal, tmp_path, SETTINGS, at=at))
+    assert epochs == sorted(set(epochs))
 
 
 def test_a_snapshot_of_a_version_that_kept_no_books_is_refused_with_the_mend(tmp_path: Path) -> None:
