@@ -101,12 +101,14 @@ def row(found: dict[str, Any], name: str, words: str, goal_s: float | None = Non
 def in_words(found: dict[str, Any]) -> str:
     """Return the figures as lines."""
     damage = ("tasks_signalled", "mini_batches_lost", "mini_batches_repeated", "gpus_shared", "rows_of_deposed")
+    untrue = ("ledger_gaps", "states_differ", "gpu_times_differ")
     lines = [
         f"{found['kills']} kills of the leader, and {found['stops']} stops, load {found['load']:.1f}",
         *row(found, "first_decision", "from the kill to the first decision:", found["goal_s"]),
         *row(found, "led", "from the kill to the next leader:   "),
         *row(found, "stop_first_decision", "from the stop to the first decision:", found["stop_goal_s"]),
-        *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, "ledger_gaps")),
+        *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, *untrue)),
+        f"states of leaders that a fresh replay was compared with: {found['states']}",
         f"of {found['mini_batches']} mini-batches, {found['hand_overs']} hand-overs of GPUs, {found['events']} events",
         *OTHERS,
     ]

@@ -2,7 +2,9 @@
 
 Every daemon is a process, on a private broker. Trainings write down each mini-batch and each signal
 (`telling_steps.py`). The database has witnesses of its own: triggers that write down which connection has inserted an
-event, and which one has taken an epoch. They know nothing of the fence that they judge.
+event, and which one has taken an epoch. They know nothing of the fence that they judge. They keep each event, too, and
+the digest of each snapshot: at the end all is replayed from the first event on, and the state has to be that of each
+leader, with the GPU time of every app and tenant that the last one has told.
 """
 
 from __future__ import annotations
@@ -11,20 +13,24 @@ import itertools
 import json
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from datetime import datetime
 from functools import partial
 from pathlib import Path
+from typing import Any
 
+import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Event
+from arbiter.core.state.gpu_time import Standing
 from arbiter.ledger import Ledger
+from protocol.journal import checked, digest
 from protocol.journal.database import Postgres
 from protocol.journal.postgres import PostgresJournal
-from protocol.messages import ARBITER, EventFilter
+from protocol.messages import ARBITER, AppId, EventFilter, TenantId
 from protocol.topology import Topology
 from tests.support import telling_steps
 from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, started, until
@@ -47,12 +53,18 @@ WITNESSES = """
 CREATE SCHEMA witness;
 CREATE TABLE witness.epochs (epoch BIGINT, pid INTEGER);
 CREATE TABLE witness.events (seq BIGINT, epoch BIGINT, pid INTEGER);
+CREATE TABLE witness.kept AS SELECT * FROM journal.events;
+CREATE TABLE witness.states AS SELECT seq, encode(sha256(state), 'hex') AS digest FROM journal.snapshots;
 CREATE FUNCTION witness.see_epoch() RETURNS trigger LANGUAGE plpgsql AS $$
 BEGIN INSERT INTO witness.epochs VALUES (NEW.epoch, pg_backend_pid()); RETURN NULL; END $$;
 CREATE FUNCTION witness.see_event() RETURNS trigger LANGUAGE plpgsql AS $$
-BEGIN INSERT INTO witness.events SELECT NEW.seq, epoch, pg_backend_pid() FROM journal.site; RETURN NULL; END $$;
+BEGIN INSERT INTO witness.events SELECT NEW.seq, epoch, pg_backend_pid() FROM journal.site;
+INSERT INTO witness.kept SELECT NEW.*; RETURN NULL; END $$;
+CREATE FUNCTION witness.see_state() RETURNS trigger LANGUAGE plpgsql AS $$
+BEGIN INSERT INTO witness.states VALUES (NEW.seq, encode(sha256(NEW.state), 'hex')); RETURN NULL; END $$;
 CREATE TRIGGER see AFTER UPDATE ON journal.site FOR EACH ROW EXECUTE FUNCTION witness.see_epoch();
 CREATE TRIGGER see AFTER INSERT ON journal.events FOR EACH ROW EXECUTE FUNCTION witness.see_event();
+CREATE TRIGGER see AFTER INSERT OR UPDATE ON journal.snapshots FOR EACH ROW EXECUTE FUNCTION witness.see_state();
 """
 #: Events that another connection has inserted than the one that took the epoch of that moment. Connections that took
 #: their epoch before the witnesses came are left out.
@@ -73,7 +85,11 @@ class Failover(Struct, frozen=True):
 
 
 class Audit(Struct, frozen=True):
-    """The damage that was found in the end; all zero is the goal. `mini_batches` is how many there were to lose."""
+    """The damage that was found in the end; all zero is the goal.
+
+    `mini_batches` is how many there were to lose, and `states` how many states of leaders a fresh replay was compared
+    with.
+    """
 
     tasks_signalled: int
     mini_batches: int
@@ -82,6 +98,9 @@ class Audit(Struct, frozen=True):
     gpus_shared: int
     rows_of_deposed: int
     ledger_gaps: int
+    states: int
+    states_differ: int
+    gpu_times_differ: int
     hand_overs: int
     events: int
 
@@ -89,7 +108,22 @@ class Audit(Struct, frozen=True):
     def whole(self) -> bool:
         """Whether nothing was signalled, lost, repeated or written by an arbiter that does not lead."""
         damage = (self.tasks_signalled, self.mini_batches_lost, self.mini_batches_repeated, self.gpus_shared)
-        return not any((*damage, self.rows_of_deposed, self.ledger_gaps))
+        untrue = (self.rows_of_deposed, self.ledger_gaps, self.states_differ, self.gpu_times_differ)
+        return not any((*damage, *untrue)) and self.states > 0
+
+
+class Traces(Struct, frozen=True):
+    """What is found in a database: `replayed` is an arbiter that has handled all events from the first one on.
+
+    `states` are the snapshots that leaders have made, and `states_differ` those that are not the replay's state.
+    """
+
+    rows_of_deposed: int
+    ledger_gaps: int
+    events: int
+    states: int
+    states_differ: int
+    replayed: Arbiter
 
 
 class Pair(Cluster):
@@ -230,19 +264,25 @@ class Pair(Cluster):
         repeated = sum(later <= earlier for steps in made.values() for earlier, later in itertools.pairwise(steps))
         leader = self.leader()
         self.other_than(leader).kill()
-        leader.signal(signal.SIGTERM)
+        with self.client() as client:
+            told = told_gpu_times(client.query("apps"), client.query("shares"))
+        leader.signal(signal.SIGTERM)  # it writes a last snapshot
         leader.wait()
-        rows, gaps, events = look_at(self.url_here)
+        found = look_at(self.url_here)
+        again = gpu_times(found.replayed, told)
         return Audit(
             tasks_signalled=self._signalled(),
             mini_batches=sum(self.steps.values()),
             mini_batches_lost=lost,
             mini_batches_repeated=repeated,
             gpus_shared=len(self.watch.conflicts),
-            rows_of_deposed=rows,
-            ledger_gaps=gaps,
+            rows_of_deposed=found.rows_of_deposed,
+            ledger_gaps=found.ledger_gaps,
+            states=found.states,
+            states_differ=found.states_differ,
+            gpu_times_differ=sum(times != again[name] for name, times in told.items()),
             hand_overs=self.watch.hand_overs,
-            events=events,
+            events=found.events,
         )
 
     def _signalled(self) -> int:
@@ -257,25 +297,59 @@ class Pair(Cluster):
         return len(signalled)
 
 
-def look_at(url: str) -> tuple[int, int, int]:
-    """Return how many events arbiters have written that did not lead, how many records the ledger lacks, and events.
+#: Of an app or a tenant: GPU-seconds that it has had, of those that were lost, that were fair; and LTGF.
+GpuTime = tuple[float, float, float, float | None]
+
+
+def told_gpu_times(apps: Mapping[str, Any], shares: Mapping[str, Any]) -> dict[str, GpuTime]:
+    """Return the GPU time of each app and tenant as an arbiter tells it, when all apps are over."""
+    parts = (("id", apps["apps"]), ("tenant", shares["tenants"]))
+    entries = {f"{kind} {entry[kind]}": entry for kind, some in parts for entry in some}
+    names = ("gpu_seconds", "lost_gpu_seconds", "fair_gpu_seconds", "ltgf")
+    return {name: tuple(entry[each] for each in names) for name, entry in entries.items()}  # type: ignore[misc]
+
+
+def gpu_times(arbiter: Arbiter, names: Iterable[str]) -> dict[str, GpuTime]:
+    """Return the GPU time of those apps and tenants by the state of `arbiter`."""
+    history, now = arbiter.state.history, arbiter.state.now
+    found = {}
+    for name in names:
+        kind, _, one = name.partition(" ")
+        if kind == "id":
+            standing = history.of_app(AppId(one), now)
+            found[name] = (*_had(standing), standing.other_gpu_s, standing.ltgf_other)
+        else:
+            standing = history.of_tenant(TenantId(one), now)
+            found[name] = (*_had(standing), standing.fair_gpu_s, standing.ltgf)
+    return found
+
+
+def _had(standing: Standing) -> tuple[float, float]:
+    return standing.allocated_gpu_s, standing.lost_gpu_s
+
+
+def look_at(url: str) -> Traces:
+    """Return the traces that arbiters have left in the database at `url`, which has had witnesses.
 
     The state that is replayed says how many records there are to be.
     """
-    with closing(PostgresJournal[Event].of(url, Event, program="99")) as journal:
-        loaded = journal.load()
-        arbiter = Arbiter() if loaded.snapshot is None else Arbiter.restored(loaded.snapshot)
-        for _seq, now, event in loaded.events:
-            arbiter.handle(event, now)
-        arbiter.validate()
-        told = [record.number for _id, record in Ledger(journal).events(EventFilter(), limit=1_000_000)]
-    missing = set(range(1, arbiter.state.events + 1)) ^ set(told)
     with closing(Postgres(url, read_only=True)) as database:
         ((deposed,),) = database.one(_DEPOSED)[1]
-        ((seen, last),) = database.one("SELECT count(*), coalesce(max(seq), 0) FROM witness.events")[1]
-        ((first,),) = database.one("SELECT coalesce(min(seq), 0) FROM witness.events")[1]
+        ((first, last, seen),) = database.one("SELECT min(seq), max(seq), count(*) FROM witness.events")[1]
+        kept = database.one("SELECT seq, now, event, sum FROM witness.kept ORDER BY seq")[1]
+        states = database.one("SELECT seq, digest FROM witness.states ORDER BY seq")[1]
     assert seen == last - first + 1, "an event has no number, or a number has two"
-    return int(deposed), len(missing), int(seen)
+    assert kept[0][0] == 1, "the first events were pruned before there were witnesses"
+    arbiter, differ = Arbiter(), 0
+    for seq, now, event in checked(kept, url, 0, msgspec.msgpack.Decoder(Event).decode):
+        arbiter.handle(event, now)
+        digests = {made for at, made in states if at == seq}
+        differ += len(digests - {digest(arbiter.snapshot())}) if digests else 0
+    arbiter.validate()
+    with closing(PostgresJournal[Event].of(url, Event, program="99")) as journal:
+        told = [record.number for _id, record in Ledger(journal).events(EventFilter(), limit=1_000_000)]
+    missing = set(range(1, arbiter.state.events + 1)) ^ set(told)
+    return Traces(int(deposed), len(missing), int(seen), len(states), differ, arbiter)
 
 
 @contextmanager

@@ -6,15 +6,22 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
+import msgspec
 import pytest
 
-from arbiter.core.arbiter import Event
+from arbiter.core.arbiter import Arbiter, Event
+from arbiter.core.effects import Decided
+from arbiter.ledger import Ledger
+from arbiter.queries import Queries
 from protocol.core import Tick
 from protocol.journal.postgres import PostgresJournal
+from protocol.messages import Answer, Party, Query, QueryKind
 from tests.support import postgres
+from tests.support.arbiter_site import SETTINGS, Site
 from tests.support.cluster import DaemonProcess, until
-from tests.support.failover import HOSTS, WITNESSES, Pair, look_at, running_pair
+from tests.support.failover import HOSTS, WITNESSES, Pair, gpu_times, look_at, running_pair, told_gpu_times
 from tests.support.postgres import PrivatePostgres
 from tests.support.proxy import cuttable_link
 from tests.support.rabbitmq import PrivateRabbitMQ
@@ -43,7 +50,7 @@ def assert_whole(pair: Pair) -> None:
     assert [line for arbiter in pair.arbiters for line in arbiter.lines("standby.differs")] == []
 
 
-def test_the_witnesses_see_events_of_a_connection_that_does_not_lead(
+def test_the_witnesses_see_events_of_a_connection_that_does_not_lead_and_a_state_that_is_no_leaders(
     server: PrivatePostgres,
 ) -> None:
     url = server.database()
@@ -57,12 +64,42 @@ def test_the_witnesses_see_events_of_a_connection_that_does_not_lead(
             journal.news()
             journal.append(1.0, Tick())
             journal.commit()
-        assert look_at(url) == (0, 0, 2)
+        found = look_at(url)
+        assert (found.rows_of_deposed, found.ledger_gaps, found.events, found.states) == (0, 0, 2, 0)
         first._epoch = epoch  # as if nothing fenced it
         first.news()
         first.append(1.0, Tick())
         first.commit()
-        assert look_at(url) == (1, 0, 3)
+        found = look_at(url)
+        assert (found.rows_of_deposed, found.ledger_gaps, found.events) == (1, 0, 3)
+        for state, differ in ((found.replayed.snapshot(), 0), (b"of another leader", 1)):
+            first.snapshot(state)
+            found = look_at(url)
+            assert (found.states, found.states_differ) == (1 + differ, differ)
+
+
+def test_a_replay_that_lacks_an_event_has_another_gpu_time_than_was_told() -> None:
+    site = Site(SETTINGS)
+    site.node("n1", 2)
+    site.play_round(site.app("ana-1") + site.wait(2.0))
+    site.wait(10.0)
+    site.node("n1")
+    site.app("ana-1", state="finished")
+    documents = []
+    for kind in ("apps", "shares"):
+        query = Query("q", cast("QueryKind", kind))
+        (send,) = Queries(site.arbiter, Ledger(":memory:")).ask(Party("app", "ana-agent"), query, site.now)
+        assert isinstance(send.message, Answer)
+        documents.append(msgspec.json.decode(send.message.document))
+    told = told_gpu_times(*documents)
+    assert {name: times[0] > 0.0 for name, times in told.items()} == {"id ana-1": True, "tenant team": True}
+    replayed, lacking = Arbiter(), Arbiter()
+    for now, event in site.journal:
+        replayed.handle(event, now)
+        if not isinstance(event, Decided):
+            lacking.handle(event, now)
+    assert gpu_times(replayed, told) == told
+    assert gpu_times(lacking, told) != told
 
 
 @pytest.mark.full
