@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 
-from launch import gpu_checks
+from launch import escape, gpu_checks
 from launch.buses import open_bus
 from launch.client import open_client
 from launch.faults import Fault
@@ -44,6 +44,8 @@ MENDS = {
 }
 #: The journal of an arbiter that systemd runs on this host.
 JOURNAL = Path("/var/lib/gpu-arbiter/journal.db")
+#: The folder of a launcher that systemd runs on this host.
+LAUNCHER = Path(escape.LAUNCHER).parent
 #: An arbiter with nodes or apps writes events in each beat. One that has written none for so long decides nothing.
 SILENT_S = 60.0
 #: A certificate that expires sooner than that is worth a remark.
@@ -63,7 +65,7 @@ def checks(bus: str = "", journal: Path | str | None = None) -> Iterator[Check]:
     yield _python()
     yield _state_folder(Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"))
     yield _torch()
-    yield from gpu_checks.checks()
+    yield from gpu_checks.checks(launched=os.path.exists(LAUNCHER))  # noqa: PTH110 - also where its folder is closed
     yield _containment()
     yield from _nodes_here(_state_folders())
     if bus:

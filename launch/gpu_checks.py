@@ -32,8 +32,8 @@ class Check(Struct, frozen=True):
     mend: str = ""
 
 
-def checks(proc: Path = PROC) -> Iterator[Check]:
-    """Check the driver, each of its GPUs, and the rights of this user."""
+def checks(proc: Path = PROC, *, launched: bool = False) -> Iterator[Check]:
+    """Check the driver, each of its GPUs, and the rights of this user; `launched`: a launcher starts tasks here."""
     none = "without an NVIDIA driver use simulated ones: gpu-arbiter up --gpus simulated:4"
     try:
         backend = NvmlBackend(timeout_s=TIMEOUT_S)
@@ -51,7 +51,7 @@ def checks(proc: Path = PROC) -> Iterator[Check]:
         yield Check("gpus", "ok", f"{len(devices)} GPUs, driver {backend.driver or 'of unknown version'}")
         for number, device in enumerate(devices):
             yield from _one_gpu(backend, device.gpu, number)
-        yield _checkpoint(backend.driver, proc)
+        yield _checkpoint(backend.driver, proc, launched=launched)
         if not _is_hosts(proc):
             found = (
                 "this is a PID namespace of its own, as in a container, in which NVML's process numbers mean nothing"
@@ -85,18 +85,26 @@ def _one_gpu(backend: NvmlBackend, gpu: GpuId, number: int) -> Iterator[Check]:
         yield Check(name, "note", found, "none; they come with Hopper (H100)")
 
 
-def _checkpoint(driver: str, proc: Path) -> Check:
-    """Check whether the driver may checkpoint the processes of this user, for jobs that do not cooperate."""
+def _checkpoint(driver: str, proc: Path, *, launched: bool) -> Check:
+    """Check whether the driver may checkpoint processes, for jobs that do not cooperate.
+
+    They are those of this user. Where a launcher starts tasks they are of any user, and no right of the node agent's
+    reaches the helper that runs as their user.
+    """
     name, off = "driver checkpoint", "; jobs that do not cooperate are not suspended"
     unfit = DriverFacts.read(driver).unfit
     if unfit:
         return Check(name, "note", unfit + off, "see docs/sharing.md")
     scope = _number(proc / "sys/kernel/yama/ptrace_scope")
+    if launched and scope:
+        found = f"tasks that a launcher starts may not touch each other (kernel.yama.ptrace_scope is {scope}){off}"
+        return Check(name, "note", found, "sysctl kernel.yama.ptrace_scope=0")
     if os.geteuid() != 0 and scope and not _has(CAP_SYS_PTRACE, proc):
         found = f"this user may not touch its other processes (kernel.yama.ptrace_scope is {scope}){off}"
         mend = "sysctl kernel.yama.ptrace_scope=0, or AmbientCapabilities=CAP_SYS_PTRACE in the node agent's unit"
         return Check(name, "note", found, mend)
-    return Check(name, "ok", f"driver {driver} can, and this user may; a node agent tries it out at its start")
+    who = "tasks" if launched else "this user"
+    return Check(name, "ok", f"driver {driver} can, and {who} may; a node agent tries it out at its start")
 
 
 def _number(path: Path) -> int:

@@ -137,8 +137,8 @@ def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def told(proc: Path) -> dict[str, Check]:
-    return {check.name: check for check in gpu_checks.checks(proc)}
+def told(proc: Path, *, launched: bool = False) -> dict[str, Check]:
+    return {check.name: check for check in gpu_checks.checks(proc, launched=launched)}
 
 
 def test_a_host_whose_gpus_lack_nothing_is_told_so(driver: StandIn, proc: Path) -> None:
@@ -184,6 +184,31 @@ def test_a_missing_right_for_the_drivers_checkpoint_is_told_unless_root_or_the_c
     (proc / "self/status").write_text("CapEff:\t0000000000000000\n")
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     assert told(proc)["driver checkpoint"].verdict == "ok"
+
+
+def test_where_a_launcher_starts_tasks_no_right_of_the_node_agent_makes_up_for_the_kernels_setting(
+    driver: StandIn, proc: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (proc / "self/status").write_text(f"CapEff:\t{1 << 19:016x}\n")
+    for scope, user, verdict in (("1\n", 1000, "note"), ("1\n", 0, "note"), ("0\n", 1000, "ok")):
+        (proc / "sys/kernel/yama/ptrace_scope").write_text(scope)
+        monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+        check = told(proc, launched=True)["driver checkpoint"]
+        assert (check.verdict, check.mend) == (
+            verdict,
+            "sysctl kernel.yama.ptrace_scope=0" if verdict == "note" else "",
+        )
+
+
+def test_doctor_sees_that_a_launcher_runs_on_this_host(
+    driver: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    monkeypatch.setattr(gpu_checks, "checks", lambda *, launched: asked.append(launched) or iter(()))
+    for folder in (tmp_path, tmp_path / "none"):
+        monkeypatch.setattr(doctor, "LAUNCHER", folder)
+        list(doctor.checks())
+    assert asked == [True, False]
 
 
 def test_a_pid_namespace_of_its_own_is_told(driver: StandIn, proc: Path) -> None:
