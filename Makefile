@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 LOOPS := $(VENV)/.loops
+# The extras that the Debian package holds.
+DEB_EXTRAS := users cuda postgres web sweep submitit
 # Worlds of seeds that no test runs; `make full` begins at a seed of its own.
 N ?= 300
 SEED ?= 100
@@ -168,12 +170,16 @@ papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly
 
 # The lock names the public version of torch without its local label (+cpu, +cu128), so that one file serves hosts with
 # and without a GPU; the CUDA libraries that a GPU build brings are pinned exactly by torch itself.
-lock: ## resolve pyproject.toml anew in a clean environment and rewrite requirements.lock
+lock: ## resolve pyproject.toml anew in a clean environment and rewrite requirements.lock, and that of the .deb with hashes
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet --disable-pip-version-check $(TORCH) -e '.[dev]'
 	{ echo "# Made by \`make lock\` from pyproject.toml; do not edit."; \
 	  build/lock/bin/python -m pip freeze --exclude-editable | sed -E 's/\+[A-Za-z0-9.]+$$//'; } > build/requirements.lock
 	mv build/requirements.lock requirements.lock
+	build/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	build/lock/bin/uv pip compile --quiet --universal --generate-hashes --no-annotate --constraint requirements.lock \
+		--python-version 3.11 $(DEB_EXTRAS:%=--extra %) --custom-compile-command "make lock" \
+		--output-file packaging/deb/requirements.lock pyproject.toml
 	rm -rf build/lock
 
 # setuptools would take stale files out of build/.

@@ -2,9 +2,10 @@
 
 `make deb` runs it. The version is that of pyproject.toml unless another is given, as to rehearse an upgrade.
 
-The package is one environment at /opt/gpu-arbiter with the versions of requirements.lock, the systemd units, and the
-accounts that these run as. No unit is enabled: a host is what its admin enables. The environment is for the Python of
-the host that builds it, Debian's own, and the package depends on that. Nothing is built when it is installed.
+The package is one environment at /opt/gpu-arbiter with the packages of requirements.lock in this folder, whose hashes
+are checked, the systemd units, and the accounts that these run as. No unit is enabled: a host is what its admin
+enables. The environment is for the Python of the host that builds it, Debian's own, and the package depends on that.
+Nothing is built when it is installed.
 """
 
 from __future__ import annotations
@@ -26,8 +27,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HERE = Path(__file__).resolve().parent
 OPT = "opt/gpu-arbiter"
-#: Of the extras those that daemons and command line can need; training has PyTorch in environments of its own.
-EXTRAS = "users,cuda,postgres,web,sweep,submitit"
+#: The packages with their hashes, made by `make lock`: of the extras those that daemons and command line can need;
+#: training has PyTorch in environments of its own.
+LOCK = HERE / "requirements.lock"
 PYTHON = f"python{sys.version_info.major}.{sys.version_info.minor}"
 #: Debian's own interpreter, which the environment stands on.
 INTERPRETER = Path("/usr/bin") / PYTHON
@@ -110,7 +112,9 @@ def environment(place: Path, wheel: Path) -> None:
     """Make the environment that will live at /opt/gpu-arbiter; the first line of its one script says that place."""
     packages = place / "lib" / PYTHON / "site-packages"
     packages.mkdir(parents=True)
-    pip("install", "--target", packages, "--no-compile", "-c", ROOT / "requirements.lock", f"{wheel}[{EXTRAS}]")
+    into = ("install", "--target", packages, "--no-compile")
+    pip(*into, "--require-hashes", "-r", LOCK)
+    pip(*into, "--no-deps", wheel)
     for pattern in LEFT_OUT:
         for path in packages.glob(pattern):
             shutil.rmtree(path)

@@ -7,9 +7,12 @@ import re
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import requires
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 from typer.testing import CliRunner
 
 import app_agent.config
@@ -18,6 +21,7 @@ import node_agent.config
 from launch import cli
 from launch.site import shipped
 
+ROOT = Path(__file__).parents[2]
 FILES = ["app-bob.toml", "arbiter.toml", "node-gpu-host-17.toml", "node-n2.toml"]
 
 
@@ -171,3 +175,26 @@ def _make(path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     if not path.is_dir():
         path.touch()
+
+
+def test_the_debian_package_is_built_from_the_locked_versions_each_with_a_hash() -> None:
+    """Its extras are those that the Makefile names; pip refuses a requirement that has no hash."""
+    extras = re.findall(r"^DEB_EXTRAS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+    hashed = re.findall(
+        r"^([a-z0-9-]+)==(\S+)(.*(?:\n    --hash=sha256:[0-9a-f]{64}.*)+)$",
+        (ROOT / "packaging/deb/requirements.lock").read_text(),
+        re.MULTILINE,
+    )
+    named = {name: version for name, version, _hashes in hashed}
+    lines = (ROOT / "packaging/deb/requirements.lock").read_text().splitlines()
+    assert len(hashed) == sum("==" in line and not line.startswith((" ", "#")) for line in lines), "one has no hash"
+    locked = dict(re.findall(r"^([^#=\s]+)==(\S+)$", (ROOT / "requirements.lock").read_text(), re.MULTILINE))
+    locked = {canonicalize_name(name): version for name, version in locked.items()}
+    elsewhere = {"colorama", "tzdata"}  # for Windows
+    assert {name: locked[name] for name in named if name not in elsewhere} == {
+        name: version for name, version in named.items() if name not in elsewhere
+    }
+    for line in requires("gpu-arbiter") or ():
+        needed = Requirement(line)
+        if needed.marker is None or any(needed.marker.evaluate({"extra": extra}) for extra in extras):
+            assert canonicalize_name(needed.name) in named

@@ -5,6 +5,8 @@
 from __future__ import annotations
 
 import json
+import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -48,6 +50,19 @@ def test_lintian_finds_nothing_but_what_the_package_says_why(package: Path) -> N
     line = ["lintian", "--fail-on", "error,warning", str(package)]
     done = subprocess.run(line, capture_output=True, text=True, check=False, cwd=package.parent)
     assert done.returncode == 0, done.stdout
+
+
+def test_no_environment_is_made_where_a_package_has_another_hash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    builder = runpy.run_path(str(deb.BUILDER))
+    pin = re.findall(r"^idna==\S+", builder["LOCK"].read_text(), re.MULTILINE)[0]
+    wrong = tmp_path / "requirements.lock"
+    wrong.write_text(f"{pin} --hash=sha256:{'0' * 64}\n")
+    monkeypatch.setitem(builder["environment"].__globals__, "LOCK", wrong)
+    with pytest.raises(subprocess.CalledProcessError):
+        builder["environment"](tmp_path / "opt", tmp_path / "none.whl")
+    assert "DO NOT MATCH THE HASHES" in capfd.readouterr().err
 
 
 def test_it_depends_on_the_python_it_was_built_for_and_nothing_lies_outside_its_places(package: Path) -> None:
