@@ -310,6 +310,7 @@ class Arbiter:
                     nodes.take_report(turn, message)
             case AppReport():
                 if site.may_speak(turn, sender, message.site):
+                    site.note_app(turn, sender, message)
                     site.listen_for(turn, message.beat_s)
                     apps.take_report(turn, sender, message)
             case ProbeReply():

@@ -8,11 +8,24 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Configured, Effect
-from arbiter.core.effects import EpochTaken, LeaseRecord, Resign
+from arbiter.core.effects import EpochTaken, LeaseRecord, Note, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from protocol.core import Connected, Tick
-from protocol.messages import Act, GpuId, NodePlan, Party, device_of, seat
+from protocol.messages import (
+    Act,
+    AppId,
+    AppReport,
+    GpuId,
+    Holdings,
+    JobWish,
+    NodePlan,
+    Party,
+    Requirements,
+    TenantId,
+    device_of,
+    seat,
+)
 from tests.support.arbiter_site import AUCTION, SETTINGS, Site, gpu_id, notes, sent, task, told_of, wish, with_auction
 
 OURS, THEIRS = "s-ours", "s-theirs"
@@ -460,6 +473,45 @@ def test_a_journal_that_has_lost_the_word_of_a_new_node_is_told_so_and_keeps_wha
     site.wait(12.0)
     assert site.held("bob-1") == [gpu]
     assert [(order.task, order.want) for order in site.plans["n2"].tasks] == [("bob-1.0-a0", "run")]
+
+
+def an_app_that_a_power_cut_has_taken_from_the_journal() -> tuple[Site, JobWish, NodePlan]:
+    """Bob trains on the second GPU of n1, which has not spoken yet."""
+    site = a_site_at_work()
+    backup = site.arbiter.snapshot()
+    gpu = running(site, "bob-1", index=1)
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    return site, wish("bob-1", 0, [gpu]), newest
+
+
+def test_an_app_with_gpus_that_the_journal_does_not_know_has_the_arbiter_listen_before_it_gives_it_others() -> None:
+    site, job, newest = an_app_that_a_power_cut_has_taken_from_the_journal()
+    effects = site.app("bob-1", jobs=[job], run="r", site=OURS)
+    assert taken(effects) == [EpochTaken(3, OURS)]
+    (note,) = [effect for effect in effects if isinstance(effect, Note) and effect.subject == "rounds"]
+    assert note.what.startswith(f"bob-1 has {job.gpus[0]}, and ours does not know that app: this journal is older")
+    assert sent(site.wait(1.0), Holdings) == []
+    report(site, "n1", {gpu_id("n1", 0): "ana-1", job.gpus[0]: "bob-1"}, plan=(newest.epoch, newest.seq))
+    site.wait(12.0)
+    assert site.held("bob-1") == list(job.gpus)
+    assert ("bob-1.0-a0", "run") in [(order.task, order.want) for order in site.plans["n1"].tasks]
+
+
+@pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
+def test_an_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
+    site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()
+    if why == "it comes late":
+        site.now += 1000.0
+    jobs = [replace(job, gpus=())] if why == "it has no GPU" else [job]
+    assert taken(site.app("bob-1", jobs=jobs, run="r", site="s-other" if "another" in why else OURS)) == []
+    assert site.arbiter.state.epoch == 2
+
+
+def test_an_app_agent_that_speaks_for_an_app_of_others_has_no_arbiter_listen() -> None:
+    site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()
+    words = AppReport(AppId("bob-1"), TenantId("team"), "x", 9, "active", 1, 1, (job,), Requirements(), site=OURS)
+    assert taken(site.hear(Party("app", "eve"), words)) == []
 
 
 def test_a_journal_that_has_lost_its_last_moments_forgets_what_ended_then() -> None:

@@ -29,7 +29,7 @@ REUSE_S = 60.0
 
 def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
     """Take in an app's whole wish; enrol it if it is new. Older reports than the newest seen change nothing."""
-    if sender.role != "app" or report.app.rsplit("-", 1)[0] != sender.id:
+    if not speaks_for(sender, report):
         turn.tell(sender.user, f"spoke for app {report.app}, which is not its own; refused", loudly=True)
         return
     app = turn.state.apps.get(report.app)
@@ -63,6 +63,11 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
         _take_releases(turn, app, report)
         if report.state != "active":
             settle(turn, turn.state.apps[app.id], report.state, report.reason)
+
+
+def speaks_for(sender: Party, report: AppReport) -> bool:
+    """Whether a report is of an app of its sender."""
+    return sender.role == "app" and report.app.rsplit("-", 1)[0] == sender.id
 
 
 def _contradict(turn: Turn, app: App, ended: Settled, report: AppReport) -> None:

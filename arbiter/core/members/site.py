@@ -10,9 +10,9 @@ is at work, is found out before it has said anything:
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
 - *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
   the last moments: a report of a newer epoch says so, or of a later plan of an epoch before, or of a node of this
-  site that the journal does not know. Nodes obey no plan of an arbiter that does not know what they have obeyed
-  (`NodePlan.after`), so nothing is lost until it has heard of it. The epoch goes beyond, and what runs is adopted
-  likewise.
+  site that the journal does not know, or of an app with GPUs that the journal does not know. Nodes obey no plan of an
+  arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
+  epoch goes beyond, and what runs is adopted likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
@@ -32,10 +32,12 @@ from arbiter.core.rounds import phases
 from arbiter.core.state import beats
 from arbiter.core.state.model import State
 from arbiter.core.turn import Turn
-from protocol.messages import NodeReport, Party
+from protocol.messages import AppReport, NodeReport, Party
 
 #: An epoch beyond that was given out by no arbiter: those count starts, or began at the seconds of a clock.
 EPOCH_MAX = 2**52
+#: GPUs of an app that a sentence names.
+GPUS_NAMED = 3
 #: Parties of other sites that are remembered, each with its site.
 FOREIGN_MAX = 1000
 MEND = "bring the journal of that site back, or start this arbiter once with --adopt-site, if that journal is lost"
@@ -139,16 +141,32 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
     known = state.nodes.get(report.node)
     sent = known.plan_seq if known is not None else 0
     if (report.epoch, report.plan_seq) > (state.epoch, sent if report.epoch == state.epoch else 0):
-        _overtake(turn, report, f"newer than ours ({state.epoch})")
+        _overtake(turn, report.epoch, f"{_knows(report)}, newer than ours ({state.epoch})")
     elif known is not None and report.plan_seq > known.plan_seq_unknown and nodes.knows_more(state, known, report):
         knows = f"and ours knows its plans up to {known.plan_seq_before}"
         turn.tell(known.id, f"has obeyed plan {report.plan_seq} of epoch {report.epoch}, {knows}", loudly=True)
         if not state.behind and _just_began(turn):
-            _overtake(turn, report, knows)
+            _overtake(turn, report.epoch, f"{_knows(report)}, {knows}")
     elif _is_forgotten(state, report) and not state.behind and _just_began(turn):
-        _overtake(turn, report, "and ours does not know that node")
+        _overtake(turn, report.epoch, f"{_knows(report)}, and ours does not know that node")
     _note_obeyed(turn, report)
     return True
+
+
+def note_app(turn: Turn, sender: Party, report: AppReport) -> None:
+    """Listen first where an app of this site that has GPUs is none that the journal knows: it has lost their leases.
+
+    The app's nodes say so, too, but may be heard later than a round has given the app other GPUs.
+    """
+    state = turn.state
+    of_ours = bool(state.site) and report.site == state.site and apps.speaks_for(sender, report)
+    gpus = sorted({gpu for job in report.jobs for gpu in job.gpus} if report.state == "active" else ())
+    if of_ours and gpus and report.app not in state.apps and not state.behind and _just_began(turn):
+        _overtake(turn, 0, f"{report.app} has {', '.join(gpus[:GPUS_NAMED])}, and ours does not know that app")
+
+
+def _knows(report: NodeReport) -> str:
+    return f"{report.node} knows plan {report.plan_seq} of epoch {report.epoch}"
 
 
 def _is_forgotten(state: State, report: NodeReport) -> bool:
@@ -172,17 +190,14 @@ def _just_began(turn: Turn) -> bool:
     return turn.now <= turn.state.started_at + turn.state.settings.node_timeout_s
 
 
-def _overtake(turn: Turn, report: NodeReport, why: str) -> None:
+def _overtake(turn: Turn, epoch: int, why: str) -> None:
+    """Lead on in an epoch of our own beyond `epoch`; at first only listen, until all have said what runs."""
     state = turn.state
-    before, state.epoch = state.epoch, max(state.epoch, report.epoch) + 1
+    before, state.epoch = state.epoch, max(state.epoch, epoch) + 1
     state.journal_epoch = state.journal_epoch if state.restored else before
     turn.effects.append(EpochTaken(state.epoch, state.site))
-    turn.tell(
-        "rounds",
-        f"{report.node} knows plan {report.plan_seq} of epoch {report.epoch}, {why}: this journal is older than what "
-        f"nodes have seen; leading on in epoch {state.epoch}",
-        loudly=True,
-    )
+    found = "this journal is older than what nodes have seen"
+    turn.tell("rounds", f"{why}: {found}; leading on in epoch {state.epoch}", loudly=True)
     nodes.plan_anew(turn)
     turn.apps |= state.apps.keys()
     if _just_began(turn) and not state.behind and state.site:
