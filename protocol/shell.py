@@ -125,12 +125,13 @@ class Waiting(Generic[EventT]):
         """How many local events wait."""
         return len(self._events)
 
-    def put_event(self, event: EventT, *, first: bool) -> None:
+    def put_event(self, event: EventT) -> None:
         """Add a local event."""
-        if first:
-            self._events.appendleft(event)
-        else:
-            self._events.append(event)
+        self._events.append(event)
+
+    def put_first(self, event: EventT) -> None:
+        """Add a local event before all others; one of its kind that still waits is out of date, and is dropped."""
+        self._events = deque([event, *(each for each in self._events if type(each) is not type(event))])
 
     def put_delivery(self, item: _Arrived) -> None:
         """Add a message, behind those of the same sender."""
@@ -239,6 +240,7 @@ class Shell(Generic[EventT, EffectT]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._epoch = 0
+        self._takes_over = False
         self._now = self._recorded_s
         self._backoff_s = BACKOFF_S_MIN
         self._seen: OrderedDict[Party, OrderedDict[str, None]] = OrderedDict()
@@ -333,7 +335,7 @@ class Shell(Generic[EventT, EffectT]):
         if isinstance(item, _Arrived):
             self._waiting.put_delivery(item)
         else:
-            self._waiting.put_event(item, first=first)
+            (self._waiting.put_first if first else self._waiting.put_event)(item)
         self._idle.clear()
         self._wake.set()
 
@@ -415,9 +417,11 @@ class Shell(Generic[EventT, EffectT]):
         effects.extend(self._core.handle(event, now))
 
     async def _take_snapshot(self, *, after: int) -> None:
-        """Store the state, if so many events have come since that was last done."""
+        """Store the state, if so many events have come since that was last done; not in the midst of a takeover."""
         journal = self._journal
-        if journal is not None and self._snapshot is not None and journal.writable and journal.since_snapshot >= after:
+        if journal is None or self._snapshot is None or self._takes_over:
+            return
+        if journal.writable and journal.since_snapshot >= after:
             await self._wait_for(journal, partial(journal.snapshot, self._snapshot()))
 
     async def _wait_for(self, journal: Journal[Any], work: Callable[[], ResultT]) -> ResultT:
@@ -642,7 +646,11 @@ class Shell(Generic[EventT, EffectT]):
             self._put(_Arrived(link, await link.receive()))
 
     async def _lead(self, link: Link) -> None:
-        self._epoch = await self._take_over(await link.lead())
+        token = await link.lead()
+        # The journal moves on before the core has followed: a snapshot of the core would lack what it is said to have.
+        self._takes_over = True
+        self._epoch = await self._take_over(token)
+        self._takes_over = False
         self._now = max(self._now, self._recorded_s)
         self._link = link
         # Before all that waited: the core must not speak in the name of its former incarnation.

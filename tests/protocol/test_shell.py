@@ -230,7 +230,7 @@ def in_turn(said: str, most: int) -> list[str]:
         if number:
             waiting.put_delivery(_Arrived(None, Said(user, int(number))))  # type: ignore[arg-type]
         else:
-            waiting.put_event(word, first=False)
+            waiting.put_event(word)
     taken = list(waiting.take(most))
     assert len(waiting) == len(said.split()) - len(taken)
     return [item if isinstance(item, str) else f"{item.delivery.user}:{item.delivery.number}" for item in taken]  # type: ignore[attr-defined]
@@ -335,6 +335,41 @@ async def test_an_arbiter_whose_link_dies_leads_again_with_a_higher_epoch(rig: R
         await patiently(shell.wait_connected())
         await say(await rig.bus.connect(APP), ARBITER, frame(reply(1), name="x"))
         await rig.core.until(lambda: rig.core.heard == [reply(1)])
+
+
+async def test_an_epoch_whose_link_died_before_the_core_heard_of_it_is_told_to_no_core(rig: Rig) -> None:
+    """The core has led in a newer one by then, and the journal would have them the wrong way round for ever."""
+
+    async def take_over(token: int) -> int:
+        if token == 1:
+            rig.broker.restart()
+        return token
+
+    async with rig.running(rig.shell(ARBITER, take_over=take_over)) as shell:
+        await rig.core.until(lambda: bool(rig.core.events))
+        shell.post(Poke("later"))
+        await rig.core.until(lambda: Poke("later") in rig.core.events)
+    assert rig.core.events == [Connected(2), Poke("later")]
+
+
+async def test_no_state_is_stored_in_the_midst_of_a_takeover(rig: Rig, tmp_path: Path) -> None:
+    """The journal has the last leader's events by then, and the core may have handled none of them."""
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
+        in_the_midst = asyncio.Event()
+
+        async def take_over(_token: int) -> int:
+            journal.append(1.0, Poke("by the last leader"))
+            in_the_midst.set()
+            await asyncio.Event().wait()
+            return 1
+
+        options = {"take_over": take_over, "snapshot": lambda: b"state", "snapshot_every": 1000}
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(rig.shell(ARBITER, journal=journal, **options).run())
+            await patiently(in_the_midst.wait())
+            running.cancel()
+        loaded = journal.load()
+        assert (loaded.snapshot, len(list(loaded.events))) == (None, 1)
 
 
 async def test_the_journals_epoch_wins_over_a_broker_that_forgot(rig: Rig, tmp_path: Path) -> None:
