@@ -106,6 +106,9 @@ async def run_arbiter(
         try:
             return await _run_once(config, bus, on_alive, wall, outages)
         except (StoreAway, Deposed, NewerStore) as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():  # the store went away as this arbiter was told to end
+                raise asyncio.CancelledError from error
             # Memory may hold more than the store, or less, so the arbiter begins anew from the store.
             if str(error) != standing_by:
                 _log.warning("arbiter.stands_by", why=str(error), meaning=_STANDING_BY)

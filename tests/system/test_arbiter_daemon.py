@@ -26,7 +26,7 @@ from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.codec import decode, encode
 from protocol.config import ConfigError
 from protocol.core import Connected
-from protocol.journal import JournalError
+from protocol.journal import JournalError, StoreAway
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import (
     ARBITER,
@@ -299,6 +299,32 @@ def test_the_settings_that_are_shipped_are_the_defaults_and_name_every_policy() 
     }
     words = set(re.findall(r"[a-z-]+", shipped.read_text()))
     assert [name for name in POLICIES if name not in words] == []
+
+
+async def test_an_arbiter_that_is_told_to_end_ends_also_where_its_store_has_just_gone_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both are on one host that is shut down, and the last snapshot finds no database."""
+    began, begins_anew = asyncio.Event(), asyncio.Event()
+
+    async def run_once(*_: object) -> None:
+        (begins_anew if began.is_set() else began).set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise StoreAway("the database does not answer") from None
+
+    monkeypatch.setattr("arbiter.daemon._run_once", run_once)
+    monkeypatch.setattr("arbiter.daemon.RETRY_S", 0.0)
+    async with asyncio.TaskGroup() as group:
+        running = group.create_task(run_arbiter(ArbiterConfig(state_dir=str(tmp_path)), MemoryBus(MemoryBroker())))
+        await began.wait()
+        running.cancel()
+        waiting = group.create_task(begins_anew.wait())
+        await asyncio.wait({running, waiting}, return_when=asyncio.FIRST_COMPLETED)
+        for task in (running, waiting):
+            task.cancel()
+    assert not begins_anew.is_set(), "the service manager sends no second signal"
 
 
 async def test_a_restart_under_a_wall_clock_that_is_400_days_ahead_makes_nobody_older(tmp_path: Path) -> None:
