@@ -96,6 +96,8 @@ class SqliteTables:
             script = ";".join([schema.format_map(_SQLITE_WORDS), *columns, *fills])
             self._database.executescript(f"BEGIN; {script}; COMMIT")
             self._files: FilesInUse | None = None if path == ":memory:" else FilesInUse(Path(path), shrinks=True)
+            if self._files is not None:
+                self._files.check()  # from here on these files have to be there
 
     def _missing(self, added: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
         """Yield the statements that add columns to tables of an older version."""

@@ -147,6 +147,7 @@ class PostgresJournal(Generic[EventT]):
         self._batch: list[tuple[int, float, bytes, int]] = []
         self._attached: list[Statement] = []
         self._epoch = NOT_LEADING  #: in which this process leads
+        self._written_by = ""  #: the version of the former leader, until its last events have been read
         self._closed = False
         self._read_only, self._limit_s = read_only, limit_s
         self._database = Postgres(url, limit_s=limit_s, read_only=read_only)
@@ -349,7 +350,8 @@ class PostgresJournal(Generic[EventT]):
             self._committed_seq, self._committed_sum = self.last_seq, rows[-1][3]
         if marks:
             self._snapshot_seq = max(marks)
-        return News(events, marks if program == self._program else {})
+        written_by, self._written_by = self._written_by or program, ""
+        return News(events, marks if written_by == self._program else {})
 
     def _is_pruned(self) -> bool:
         """Whether a snapshot has taken the place of the event after the last one that was read."""
@@ -402,14 +404,15 @@ class PostgresJournal(Generic[EventT]):
             has another one in its place.
         """
         self._end_frozen()
-        with self._database.unit() as cursor:
-            self._permitted(cursor.execute(f"{_SITE} FOR UPDATE".encode()).fetchall())
+        with self._turn, self._database.unit() as cursor:
+            found = cursor.execute(f"{_SITE} FOR UPDATE".encode()).fetchall()
+            written_by = self._permitted(found)[1]
             row = cursor.execute(_NEXT_EPOCH.encode(), (at_least, self._leader, self._program)).fetchone()
             known = [each[0] for each in cursor.execute(_SUM_OF, (self._committed_seq,)).fetchall()]
             if known or cursor.execute(_NEWEST_SNAPSHOT).fetchall()[0][0] < self._committed_seq:  # else it was pruned
                 self._compare_end(known)
-        assert row is not None, "the row was there just now"
-        self._epoch = int(row[0])
+            assert row is not None, "the row was there just now"
+            self._epoch, self._written_by = int(row[0]), written_by
         return self._epoch
 
     def _compare_end(self, found: Sequence[int]) -> None:

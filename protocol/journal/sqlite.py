@@ -94,6 +94,7 @@ class SqliteJournal(Generic[EventT]):
             self._admit(program)
             self.last_seq, self.last_now = self._last()
             self._snapshot_seq = self._newest_snapshot()
+            self._files.check()  # from here on these files have to be there
         except BaseException:
             if hasattr(self, "_database"):
                 self._database.close()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from math import inf
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import pytest
 from msgspec import Struct
@@ -34,6 +35,7 @@ from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
 from protocol.messages import AppId, EventFilter, EventKind, GpuId, LeaseId, NodeId, TaskId, TenantId
 from tests.support.cluster import until
+from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
 
@@ -511,6 +513,17 @@ def test_a_ledger_whose_file_is_deleted_while_it_is_open_takes_nothing_more(tmp_
             ledger.write(ACT)
 
 
+def test_an_older_ledger_in_the_place_of_one_that_is_open_and_was_not_written_yet_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    with closing(Ledger(path)) as ledger:
+        ledger.write(LEASE)
+    with closing(Ledger(path)) as ledger:
+        shutil.copy(path, tmp_path / "older.db")
+        (tmp_path / "older.db").replace(path)
+        with pytest.raises(JournalError, match=r"ledger.db is another file"):
+            ledger.write(ACT)
+
+
 def test_the_ledger_takes_texts_with_zero_characters(store: Store) -> None:
     """An owner may send them, and that must not end the arbiter."""
     with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
@@ -746,6 +759,61 @@ def test_a_follower_whose_last_event_was_pruned_leads(database: DatabaseStore) -
     leader.snapshot(b"state")
     assert database.sql("SELECT 1 FROM journal.events") == []
     assert (follower.news().events, follower.next_epoch(1)) == ([], 2)
+
+
+def test_the_last_snapshot_of_an_older_version_is_not_compared_at_the_takeover_either(database: DatabaseStore) -> None:
+    """An older version may have had other bytes for the same state."""
+    old = database.open(program="0.1.0")
+    new, like = (database.open(program=program, leader="host-b") for program in ("0.2.0", "0.1.0"))
+    old.next_epoch(1)
+    old.append(1.0, Came("a"))
+    old.snapshot(b"of 0.1.0")
+    assert like.next_epoch(1) == 2
+    assert like.load().snapshot == b"of 0.1.0"
+    like.append(2.0, Came("b"))
+    like.commit()
+    assert new.load().seq == 1
+    like.append(3.0, Came("c"))
+    like.snapshot(b"at its end")
+    new.next_epoch(1)
+    news = new.news()
+    assert ([event for _seq, _now, event in news.events], news.marks) == ([Came("c")], {})
+    new.append(4.0, Came("d"))
+    follower = database.open(program="0.2.0", leader="host-c")
+    assert follower.load().seq == 3
+    new.snapshot(b"of 0.2.0")
+    follower.next_epoch(1)
+    assert follower.news().marks == {4: digest(b"of 0.2.0")}
+
+
+def test_an_epoch_is_taken_after_the_commit_that_is_on_its_way(
+    database: DatabaseStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A leader that got the token again took its own batch for that of a leader that was deposed."""
+    journal = database.open()
+    journal.next_epoch(1)
+    journal.append(1.0, Came("a"))
+    begun, may_go_on, columns = threading.Event(), threading.Event(), journal._columns
+
+    def slowly(batch: Any) -> Any:
+        found = columns(batch)  # with the epoch in which it is written
+        begun.set()
+        may_go_on.wait(PATIENCE_S)
+        return found
+
+    monkeypatch.setattr(journal, "_columns", slowly)
+    committing = threading.Thread(target=journal.commit)
+    committing.start()
+    assert begun.wait(PATIENCE_S)
+    taking = threading.Thread(target=journal.next_epoch, args=(1,))
+    taking.start()
+    taking.join(0.2)
+    assert taking.is_alive(), "an epoch was taken in the midst of a commit"
+    may_go_on.set()
+    for thread in (committing, taking):
+        thread.join()
+    assert database.sql("SELECT epoch FROM journal.site") == [(2,)]
+    assert [event for _seq, _now, event in database.open().load().events] == [Came("a")]
 
 
 def test_a_newer_program_or_newer_tables_are_not_read(database: DatabaseStore) -> None:

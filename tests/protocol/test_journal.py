@@ -153,6 +153,19 @@ def test_a_file_that_is_disturbed_while_it_is_open_takes_nothing_more(
         journal.close()
 
 
+def test_an_older_file_in_the_place_of_one_that_is_open_and_was_not_written_yet_is_noticed(path: Path) -> None:
+    """An arbiter waits for its broker for hours; SQLite would mix both files into one."""
+    with SqliteJournal[Event].of(path, Event) as journal:
+        journal.append(1.0, Came("a"))
+        journal.commit()
+    with SqliteJournal[Event].of(path, Event) as journal:
+        _replace(path)
+        with pytest.raises(JournalError, match="is another file"):
+            journal.next_epoch(1)
+        with suppress(JournalError):
+            journal.close()
+
+
 def test_a_journal_without_checksums_is_read_and_goes_on_with_them(path: Path) -> None:
     with SqliteJournal[Event].of(path, Event) as journal:
         journal.append(1.0, Came("a"))
