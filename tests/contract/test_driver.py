@@ -193,6 +193,7 @@ async def test_all_are_locked_before_one_is_checkpointed_and_restored_before_one
 async def test_a_helper_that_is_ready_suspends_without_a_start_and_one_that_is_gone_costs_nothing(
     play: StandIn, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(driver, "READY_S", PATIENCE_S)
     made = on_driver(play, pids)
     await made.prepare()
     ready = set(made._children)
