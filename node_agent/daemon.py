@@ -53,7 +53,7 @@ from node_agent.core.events import (
     WarnTerminal,
 )
 from node_agent.devices import DeviceBackend, DeviceError
-from node_agent.devices.activity import ActivityWatch
+from node_agent.devices.activity import ActivityWatch, until_trough
 from node_agent.devices.sampling import measure, open_backend
 from node_agent.workers.driver import Checkpointer, Found, LaunchedHelpers, Result, open_checkpointer
 from node_agent.workers.manager import Settings, Workers, WorkersError
@@ -137,7 +137,7 @@ async def _run(
     checkpointer = open_checkpointer(backend, settings.state_dir, _launched(settings))
     facts = replace(_facts(config, memory, backend, boot_id), **await _driver_facts(config, checkpointer))
     core = _core(config, memory, facts)
-    performer = Performer(memory, checkpointer)
+    performer = Performer(memory, checkpointer, backend)
     shell: Shell[LocalEvent, LocalEffect] = Shell(
         _DatedCore(core),
         bus,
@@ -311,8 +311,8 @@ class _DatedCore:
 class Performer:
     """Carries out the effects of the core."""
 
-    def __init__(self, memory: _Memory, checkpointer: Checkpointer) -> None:
-        self._memory, self._checkpointer = memory, checkpointer
+    def __init__(self, memory: _Memory, checkpointer: Checkpointer, backend: DeviceBackend) -> None:
+        self._memory, self._checkpointer, self._backend = memory, checkpointer, backend
         self._finding: dict[TaskId, asyncio.Task[Found]] = {}
 
     def attach(
@@ -362,6 +362,10 @@ class Performer:
             if found.known and found.standing in (WANTED[effect.do], "lost"):
                 return  # it was posted, and is all that there is to say
         pids = await asyncio.to_thread(self._workers.processes, effect.task)
+        if effect.swing_bytes:
+            await self._checkpointer.prepare()
+            seen = await until_trough(self._backend, effect.devices, effect.swing_bytes, effect.within_s)
+            log.info("driver.trough", task=effect.task, seen=seen)
         if effect.do == "suspend":
             done = await self._checkpointer.suspend(pids, effect.timeout_s)
         elif effect.moves:
@@ -370,6 +374,18 @@ class Performer:
             done = await self._checkpointer.resume(pids, effect.timeout_s)
         told = (done.ok, done.reason, done.lost, done.seconds, done.bytes, done.again)
         self._post(ProcessCheckpointed(effect.task, effect.do, *told))
+
+    def _order(self, effect: OrderWorker) -> None:
+        log.info("worker.order", task=effect.task, do=effect.order.do, seq=effect.order.seq)
+        if effect.order.do == "trough":
+            self._tasks.create_task(self._order_once_ready(effect), name=f"trough of {effect.task}")
+        else:
+            self._workers.order(effect.task, effect.order, effect.rank)
+
+    async def _order_once_ready(self, effect: OrderWorker) -> None:
+        """Ask a worker for its trough, so that the driver can be asked in it: once a helper is ready for that."""
+        await self._checkpointer.prepare()
+        self._workers.order(effect.task, effect.order, effect.rank)
 
     async def _move(self, effect: CheckpointProcess, pids: Sequence[int]) -> Result:
         """Resume a task on other GPUs, whose device files it must open for that; afterwards only those it is on."""
@@ -393,9 +409,8 @@ class Performer:
             case StartWorker():
                 log.info("worker.start", task=effect.task, gpus=effect.gpus)
                 self._tasks.create_task(self._workers.start(effect), name=f"start {effect.task}")
-            case OrderWorker(task=task, order=order, rank=rank):
-                log.info("worker.order", task=task, do=order.do, seq=order.seq)
-                self._workers.order(task, order, rank)
+            case OrderWorker():
+                self._order(effect)
             case CheckpointProcess(task=task, do=do, moves=moves):
                 log.info("worker.checkpoint", task=task, do=do, moves=moves)
                 self._tasks.create_task(self._checkpoint(effect), name=f"{do} {task}")

@@ -285,7 +285,8 @@ class ProcessCheckpointed(Struct, frozen=True, tag=True):
 class Estimated(Struct, frozen=True, tag=True):
     """The mini-batch time of a task that does not tell it, from periodic signals.
 
-    `periods` are what each signal shows. `step_s` is 0 if none shows a period, and if they disagree.
+    `periods` are what each signal shows. `step_s` is 0 if none shows a period, and if they disagree. `swing_bytes`: the
+    memory that the driver shows rises and falls by so much, if the period is that of this memory.
     """
 
     task: TaskId
@@ -293,6 +294,7 @@ class Estimated(Struct, frozen=True, tag=True):
     source: StepSource
     confidence: float
     periods: dict[StepSource, float] = {}
+    swing_bytes: int = 0
 
 
 class StrangerSpared(Struct, frozen=True, tag=True):
@@ -432,13 +434,18 @@ class OrderWorker(Struct, frozen=True, tag=True):
 class CheckpointProcess(Struct, frozen=True, tag=True):
     """Have the driver suspend or resume all CUDA processes of the task; answered by `ProcessCheckpointed`.
 
-    A process is resumed where it was suspended, but the memory of the devices in `moves` comes back on others.
+    A process is resumed where it was suspended, but the memory of the devices in `moves` comes back on others. One
+    whose memory swings by `swing_bytes` in each mini-batch, as the driver shows it on `devices`, is suspended when it
+    has fallen by nearly as much, or after `within_s`.
     """
 
     task: TaskId
     do: Literal["suspend", "resume"]
     timeout_s: float
     moves: dict[GpuId, GpuId] = {}
+    swing_bytes: int = 0
+    within_s: float = 0.0
+    devices: tuple[GpuId, ...] = ()
 
 
 class SignalWorker(Struct, frozen=True, tag=True):

@@ -27,8 +27,9 @@ KILL_AGAIN_S = 5.0  #: a process in an uninterruptible call dies late; keep aski
 #: 1.8 to 5.7 GB (benchmarks/results/gpu.md). That may be shared by several tasks, and a task whose time is over amid a
 #: copy is lost. The processes of one task are moved one after another.
 DRIVER_S, DRIVER_BYTES_PER_S = 120.0, 0.5e9
-#: A worker whose memory has a known cycle is asked by the driver at a trough: seen within so many cycles.
-TROUGH_CYCLES = 2.0
+#: A worker whose memory has a known cycle is asked by the driver at a trough: seen within so many cycles, once the
+#: helper is ready to act on it.
+TROUGH_CYCLES, READY_S = 2.0, 2.0
 DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
 
 
@@ -50,20 +51,31 @@ def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> No
     if method == "driver" and cyclic and facts.connected and task.ranks.world == 1:
         # Between two troughs, which are the ends of mini-batches where these are told, there are activations, too, and
         # the allocator keeps what it does not use: the driver would move all of that.
-        waiting = _ask(node, task, "trough", min(TROUGH_S, TROUGH_CYCLES * facts.step_s))
+        waiting = _ask(node, task, "trough", READY_S + _within_s(facts.step_s))
         node.enter_state(task, Suspending(waiting, by_driver=True), f"to be suspended by the driver: {why}")
+    elif method == "driver" and facts.source == "memory":
+        ask_driver(node, task, why, facts.swing_bytes)
     elif method == "driver":
         ask_driver(node, task, why)
     else:
         node.enter_state(task, Suspending(_ask(node, task, "suspend", task.grace_s)), f"ordered to suspend: {why}")
 
 
-def ask_driver(node: NodeState, task: Task, why: str) -> None:
-    """Have the driver suspend a task now."""
+def ask_driver(node: NodeState, task: Task, why: str, swing_bytes: int = 0) -> None:
+    """Have the driver suspend a task now, or at the end of the next fall of its memory by about `swing_bytes`."""
     patience_s = _driver_s(node.gpus.used_bytes(task.devices))
-    node.effects.append(CheckpointProcess(task.id, "suspend", patience_s))
-    ladder = Ladder("ordered", node.now + patience_s + DRIVER_GRACE_S)
+    effect = CheckpointProcess(task.id, "suspend", patience_s)
+    if swing_bytes:
+        within_s, devices = _within_s(task.facts.step_s), tuple(sorted(task.devices))
+        effect = replace(effect, swing_bytes=swing_bytes, within_s=within_s, devices=devices)
+    node.effects.append(effect)
+    ladder = Ladder("ordered", node.now + READY_S + effect.within_s + patience_s + DRIVER_GRACE_S)
     node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+
+
+def _within_s(step_s: float) -> float:
+    """Return how long a trough is waited for."""
+    return min(TROUGH_S, TROUGH_CYCLES * step_s)
 
 
 def _driver_s(image_bytes: int) -> float:

@@ -173,6 +173,7 @@ class Facts(Struct, frozen=True):
     arena_asked: int = 0
     peak_bytes: int = 0
     trough_bytes: int = 0
+    swing_bytes: int = 0  #: of its memory in each mini-batch as the driver shows it; 0 while that shows no cycle
     reserved_bytes: int = 0
     parked_bytes: int = 0
     suspend_s: float = 0.0

@@ -195,7 +195,7 @@ def _progress(node: NodeState, task: Task, line: Progress) -> None:
         hello=True,
         connected=True,
         step=line.step,
-        step_s=line.step_s,
+        step_s=line.step_s or task.facts.step_s,  # a script that tells no steps is timed by a signal
         start_step=line.start_step,
         saved_step=max(line.saved_step, task.facts.saved_step),
         total_steps=line.total_steps,
@@ -297,7 +297,7 @@ def estimated(node: NodeState, event: Estimated) -> None:
     task = node.tasks.get(event.task)
     if task is not None and task.facts.source != "steps":
         found = {"step_s": event.step_s, "source": event.source, "confidence": event.confidence}
-        node.learn(event.task, **found, periods=event.periods)
+        node.learn(event.task, **found, periods=event.periods, swing_bytes=event.swing_bytes)
 
 
 def flushed(node: NodeState, task_id: TaskId, error: str) -> None:

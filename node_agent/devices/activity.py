@@ -31,6 +31,10 @@ WINDOW_S = 60.0
 EVERY_S = 30.0
 #: Samples of a task's own memory: so many are kept, and between two of them is no longer pause.
 COUNTED_MAX, GAP_S_MAX = 2500, 1.0
+#: A task's memory swings as in its last cycles; what is rarer than this, at either end, is no part of them.
+SWINGS, RARE = 10, 0.05
+#: How closely a trough is looked for: the memory has fallen by all but so much of its swing.
+TROUGH_GAP_S, TROUGH_SHARE = 0.01, 0.2
 
 
 class _Reading(Struct, frozen=True):
@@ -132,7 +136,7 @@ class ActivityWatch:
             try:
                 found = [self._backend.activity(gpu) for gpu in watched.gpus]
                 at_s = time.monotonic()
-                memory_bytes = sum(one.memory_bytes for gpu in watched.gpus for one in self._backend.processes(gpu))
+                memory_bytes = _memory_bytes(self._backend, watched.gpus)
             except DeviceError:
                 continue  # the sampler posts that
             told = [one for one in found if one is not None]
@@ -169,12 +173,42 @@ class ActivityWatch:
         best = agreed(found)
         periods = {one.source: one.period_s for one in found}
         if best is not None:
-            said = Estimated(task, best.period_s, best.source, best.confidence, periods)
+            swing_bytes = _swing_bytes(watched.readings, best.period_s) if best.source == "memory" else 0
+            said = Estimated(task, best.period_s, best.source, best.confidence, periods, swing_bytes)
         else:
             said = Estimated(task, 0.0, "unknown", 0.0, periods)
         if said != watched.said:
             self._post(said)
         watched.said = said
+
+
+async def until_trough(backend: DeviceBackend, gpus: Sequence[GpuId], swing_bytes: int, within_s: float) -> bool:
+    """Wait until the memory of the processes on these GPUs has just fallen by about `swing_bytes`; say whether it did.
+
+    A low that was there from the beginning may be about to end.
+    """
+    until_s, highest = time.monotonic() + within_s, 0
+    while time.monotonic() < until_s:
+        try:
+            held = await asyncio.to_thread(_memory_bytes, backend, gpus)
+        except DeviceError:
+            return False
+        highest = max(highest, held)
+        if held <= highest - (1 - TROUGH_SHARE) * swing_bytes:
+            return True
+        await asyncio.sleep(TROUGH_GAP_S)
+    return False
+
+
+def _memory_bytes(backend: DeviceBackend, gpus: Sequence[GpuId]) -> int:
+    return sum(one.memory_bytes for gpu in gpus for one in backend.processes(gpu))
+
+
+def _swing_bytes(readings: Sequence[_Reading], period_s: float) -> int:
+    since_s = readings[-1].at_s - SWINGS * period_s
+    held = sorted(one.memory_bytes for one in readings if one.at_s >= since_s)
+    rare = int(RARE * len(held))
+    return held[-1 - rare] - held[rare]
 
 
 def _periods(readings: Sequence[_Reading]) -> list[Estimate]:

@@ -25,6 +25,7 @@ import fcntl
 import importlib.metadata
 import os
 import platform
+import select
 import signal
 import sys
 import time
@@ -64,6 +65,8 @@ ENDED_S = 5.0
 #: For the helpers of a node agent that died, to end their operation.
 ORPHANS_S = 60.0
 REAP_S = 1.0
+#: For a helper to get ready, and what it says then.
+READY_S, READY = 2.0, b'{"at": "ready"}\n'
 LINE_BYTES_MAX = 64 * 1024
 #: Variables that the helper needs of our environment. CUDA_VISIBLE_DEVICES is none: it must see all GPUs.
 INHERITED = ("PATH", "HOME", "LANG", "LD_LIBRARY_PATH")
@@ -103,6 +106,10 @@ class Checkpointer(Protocol):
 
     def why_bound(self) -> str:
         """Return why it restores processes onto their own GPUs only, empty if it can onto others of the same kind."""
+        ...
+
+    async def prepare(self) -> None:
+        """Make the next `suspend` of the coming seconds begin at once; takes `READY_S` at most."""
         ...
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
@@ -187,7 +194,7 @@ class ProbeResult(Struct, frozen=True):
 class _Request(Struct, frozen=True, omit_defaults=True):
     """A request to the helper; see there."""
 
-    do: Literal["suspend", "resume", "find", "probe"]
+    do: Literal["suspend", "resume", "find", "probe", "wait"]
     timeout_s: float
     pids: tuple[int, ...] = ()
     lock_s: float | None = None
@@ -231,6 +238,7 @@ class LaunchedHelpers:
             If it cannot be started; with the reason.
         """
         assert request.do != "probe", "a probe is of no task"
+        assert request.do != "wait", "none is started ahead"
         key = _key(request.pids)
         if key is None:
             raise CannotStart("no process of the task is left")
@@ -275,6 +283,7 @@ class DriverCheckpointer:
         self._command = tuple(command)
         self._launched = launched
         self._children: set[int] = set()
+        self._ready: list[tuple[int, int, int]] = []  #: helpers: pid, the pipe it writes to, the pipe for its request
         self._orphans_gone, self._waiting = False, asyncio.Lock()
 
     async def probe(self) -> str:
@@ -298,6 +307,24 @@ class DriverCheckpointer:
                 await asyncio.to_thread(write_json, self._result, ProbeResult(self._facts, reason))
         log.info("driver.probed", driver=self._facts.driver, works=not reason, reason=reason)
         return reason
+
+    async def prepare(self) -> None:
+        """Have a helper ready: a trough may be over before a program has started. A launcher starts none ahead."""
+        if self._launched is not None:
+            return
+        asks, words = os.pipe()
+        try:
+            pid, reader = self._start(_Request("wait", 0.0), asks)
+        except OSError:  # the operation will say so
+            os.close(words)
+            return
+        finally:
+            os.close(asks)
+        if await asyncio.to_thread(_says_ready, reader):
+            self._ready.append((pid, reader, words))
+        else:
+            os.close(reader)
+            os.close(words)  # which ends it
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
         """Checkpoint them; raises nothing."""
@@ -360,7 +387,7 @@ class DriverCheckpointer:
         pid, timeout_s = 0, request.timeout_s
         try:
             if self._launched is None or request.do == "probe":
-                pid, reader = self._start(request)
+                pid, reader = self._take_ready(request) or self._start(request)
             else:
                 reader = await asyncio.to_thread(self._launched.start, request)
                 timeout_s += ENDED_S
@@ -402,14 +429,33 @@ class DriverCheckpointer:
             transport.close()
         await self._reap(pid)
 
-    def _start(self, request: _Request) -> tuple[int, int]:
-        """Start a helper that holds the lock, in a session of its own; return its pid and the pipe it writes to."""
+    def _take_ready(self, request: _Request) -> tuple[int, int] | None:
+        """Give a suspension to a helper that is ready, if one still is; return its pid and the pipe it writes to."""
+        while self._ready and request.do == "suspend":
+            pid, reader, words = self._ready.pop()
+            try:
+                os.write(words, msgspec.json.encode(request) + b"\n")
+            except BrokenPipeError:  # it has waited too long, and is gone
+                os.close(reader)
+            else:
+                return pid, reader
+            finally:
+                os.close(words)
+        return None
+
+    def _start(self, request: _Request, asks: int | None = None) -> tuple[int, int]:
+        """Start a helper that holds the lock, in a session of its own; return its pid and the pipe it writes to.
+
+        Its standard input is the pipe `asks`, if there is to be any.
+        """
         lock = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         reader, writer = os.pipe()
         try:
             fcntl.flock(lock, fcntl.LOCK_SH)
             actions = [
-                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0)
+                if asks is None
+                else (os.POSIX_SPAWN_DUP2, asks, 0),
                 (os.POSIX_SPAWN_DUP2, writer, 1),
                 (os.POSIX_SPAWN_OPEN, 2, os.devnull, os.O_WRONLY, 0),
                 (os.POSIX_SPAWN_DUP2, lock, LOCK_FD),
@@ -450,6 +496,19 @@ class DriverCheckpointer:
                 log.error("driver.orphans", meaning="a helper of an earlier node agent does not end")
                 return
             await asyncio.sleep(0.05)
+
+
+def _says_ready(reader: int) -> bool:
+    """Read what a helper says while it gets ready, and not a byte more; return whether it is, in time."""
+    deadline, heard = time.monotonic() + READY_S, b""
+    while not heard.endswith(READY):
+        if not select.select([reader], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            return False
+        byte = os.read(reader, 1)
+        if not byte:
+            return False
+        heard += byte
+    return True
 
 
 def _has_ended(child: int) -> bool:
@@ -514,6 +573,9 @@ class SimulatedCheckpointer:
     def why_bound(self) -> str:
         """Return that it moves."""
         return ""
+
+    async def prepare(self) -> None:
+        """Do nothing: a signal is sent at once."""
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
         """Stop them and all they started."""

@@ -5,6 +5,9 @@ crash and a process can be killed where a thread cannot. It writes JSON lines: o
 that the node agent knows the operation if it must kill it, and last the answer. It needs the package
 ``cuda-bindings``, and for a probe also ``nvidia-ml-py``.
 
+With the request `wait` it gets ready, says so, and takes the request proper from its standard input: the driver is then
+asked within milliseconds, and not after the start of a program.
+
 Where a launcher starts tasks as their users, it runs as the user of the task, ``python -I driver_helper.py SOCKET``:
 root listens there and sends the request, and the pipe for these lines.
 
@@ -471,6 +474,13 @@ def main(argument: str) -> int:
     except CannotBeDone as error:
         os.write(out, json.dumps({"ok": False, "reason": str(error)}).encode() + b"\n")
         return 1
+    if request["do"] == "wait":
+        driver.say(at="ready")
+        line = sys.stdin.readline()
+        if not line:  # it is not needed after all, or the node agent died
+            return 0
+        request = json.loads(line)
+        signal.alarm(int(request["timeout_s"]) + SURPLUS_S)
     driver.say(**answer(driver, request))
     return 0
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -187,6 +188,41 @@ async def test_all_are_locked_before_one_is_checkpointed_and_restored_before_one
         *(f"restore:{pid}" for pid in (one, other)),
         *(f"unlock:{pid}" for pid in (one, other)),
     ]
+
+
+async def test_a_helper_that_is_ready_suspends_without_a_start_and_one_that_is_gone_costs_nothing(
+    play: StandIn, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "READY_S", PATIENCE_S)
+    made = on_driver(play, pids)
+    await made.prepare()
+    ready = set(made._children)
+    assert len(ready) == 1
+    assert calls(play) == []
+    with monkeypatch.context() as no_other:
+        no_other.setattr(made, "_start", None)
+        assert (await made.suspend(pids, PATIENCE_S)).ok
+    assert {play.state(pid) for pid in pids} == {CHECKPOINTED}
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    await made.prepare()
+    (waits,) = made._children
+    os.kill(waits, signal.SIGKILL)
+    await asyncio.to_thread(os.waitid, os.P_PID, waits, os.WEXITED | os.WNOWAIT)
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+    assert not made._children
+
+
+async def test_a_helper_that_does_not_get_ready_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver, "READY_S", 0.1)
+    for command in ("exec sleep 300 < /dev/null", "exit 1"):
+        made = DriverCheckpointer(tmp_path, FIT, ("sh", "-c", command))
+        await made.prepare()
+        assert not made._ready
+        for child in made._children:
+            os.kill(child, signal.SIGKILL)
+            await asyncio.to_thread(os.waitpid, child, 0)
 
 
 async def test_processes_without_cuda_are_left_alone(play: StandIn, pids: tuple[int, int]) -> None:
@@ -479,7 +515,7 @@ async def test_a_task_whose_state_is_not_found_out_holds_up_neither_the_node_nor
     workers = SimpleNamespace(
         living=lambda: ["late-1", "first-1", "late-2"], processes=lambda task: [int(task == "first-1")]
     )
-    performer = daemon.Performer(None, made)  # type: ignore[arg-type]
+    performer = daemon.Performer(None, made, None)  # type: ignore[arg-type]
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         performer.attach(workers, None, tasks, lambda event: (posted.append(event), first.set()), None)  # type: ignore[arg-type]
         await performer.find_checkpointed()

@@ -14,7 +14,7 @@ from node_agent.core.events import (
     WorkerDisconnected,
     WorkerStarted,
 )
-from node_agent.core.ladder import TROUGH_CYCLES
+from node_agent.core.ladder import DRIVER_GRACE_S, READY_S, TROUGH_CYCLES
 from node_agent.core.measurements import SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S
 from node_agent.introspection import Estimate, agreed
 from protocol.messages import StepSource, TaskId
@@ -93,6 +93,8 @@ def test_what_the_signals_show_is_reported_until_the_task_tells_its_steps() -> N
     bench.say(Estimated(TaskId(TASK), 0.21, "allocator", 0.9, {"allocator": 0.21}))
     status = bench.status(TASK)
     assert (status.step_s, status.measured.source, status.measured.confidence) == (0.21, "allocator", 0.9)
+    bench.worker(TASK, replace(progress(-1), step_s=0.0))  # a heartbeat tells nothing
+    assert bench.status(TASK).step_s == 0.21
     bench.worker(TASK, progress(5))
     status = bench.status(TASK)
     assert (status.measured.source, status.measured.periods) == ("steps", {})
@@ -118,7 +120,8 @@ def cyclic(source: StepSource = "allocator", step_s: float = 0.5) -> Bench:
     bench.say(WorkerStarted(TaskId(TASK), 100))
     bench.worker(TASK, hello(TASK, park=False))
     bench.measure(sample(0, process(TASK, GIB)))
-    bench.say(Estimated(TaskId(TASK), step_s, source, 0.9, {source: step_s}))
+    swing_bytes = GIB // 2 if source == "memory" else 0
+    bench.say(Estimated(TaskId(TASK), step_s, source, 0.9, {source: step_s}, swing_bytes))
     return bench
 
 
@@ -148,7 +151,7 @@ def test_the_driver_suspends_a_task_once_its_worker_says_that_its_memory_is_at_a
 def test_a_trough_is_waited_for_no_longer_than_for_some_cycles(step_s: float, patience_s: float) -> None:
     bench = cyclic(step_s=step_s)
     leave(bench)
-    bench.wait(0.9 * patience_s)
+    bench.wait(READY_S + 0.9 * patience_s)
     assert not bench.all(CheckpointProcess)
     bench.wait(0.2 * patience_s)
     assert bench.only(CheckpointProcess).do == "suspend"
@@ -184,12 +187,38 @@ def test_the_driver_suspends_a_task_of_several_processes_at_once() -> None:
     assert bench.only(CheckpointProcess).do == "suspend"
 
 
-@pytest.mark.parametrize("source", ["gpm", "memory"])
-def test_the_driver_suspends_a_task_at_once_whose_own_memory_shows_no_cycle(source: StepSource) -> None:
-    bench = cyclic(source)
+def test_the_driver_suspends_a_task_at_once_whose_memory_shows_no_cycle() -> None:
+    bench = cyclic("gpm")
     bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
-    assert bench.only(CheckpointProcess).do == "suspend"
+    assert bench.only(CheckpointProcess).swing_bytes == 0
     assert not bench.all(OrderWorker)
+
+
+@pytest.mark.parametrize(("step_s", "within_s"), [(0.5, 0.5 * TROUGH_CYCLES), (60.0, TROUGH_S)])
+def test_where_only_the_driver_shows_the_cycle_its_memory_is_watched_and_no_worker_is_asked(
+    step_s: float, within_s: float
+) -> None:
+    bench = cyclic("memory", step_s)
+    bench.say(WorkerDisconnected(TaskId(TASK), 0))
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"))
+    effect = bench.only(CheckpointProcess)
+    assert (effect.swing_bytes, effect.within_s, effect.devices) == (GIB // 2, within_s, ("GPU-0",))
+    assert not bench.all(OrderWorker)
+    bench.wait(READY_S + within_s + effect.timeout_s + 0.9 * DRIVER_GRACE_S)
+    assert bench.status(TASK).phase == "suspending", "the driver has its whole time, after the trough"
+
+
+def test_a_task_is_suspended_at_a_trough_every_time_and_not_only_the_first() -> None:
+    bench = cyclic()
+    for _ in range(3):
+        order = leave(bench)
+        assert order.do == "trough"
+        bench.worker(TASK, replace(progress(-1, park=False), step_s=0.0, seq=order.seq))
+        bench.say(ProcessCheckpointed(TaskId(TASK), "suspend", ok=True, seconds=1.0, bytes=GIB))
+        bench.plan(task_order(TASK, 0))
+        bench.measure()
+        bench.say(ProcessCheckpointed(TaskId(TASK), "resume", ok=True))
+        assert bench.status(TASK).phase == "running"
 
 
 def test_the_driver_suspends_a_task_at_once_whose_worker_is_not_there_to_be_asked() -> None:
