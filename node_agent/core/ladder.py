@@ -30,6 +30,7 @@ DRIVER_S, DRIVER_BYTES_PER_S = 120.0, 0.5e9
 #: A worker whose memory has a known cycle is asked by the driver at a trough: seen within so many cycles, once the
 #: helper is ready to act on it.
 TROUGH_CYCLES, READY_S = 2.0, 2.0
+ASK_AGAIN_S = 5.0  #: after the driver could not be asked, or a worker would not resume
 DRIVER_GRACE_S = 30.0  #: beyond that, its helper process does not answer any more
 
 
@@ -52,7 +53,7 @@ def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> No
         # Between two troughs, which are the ends of mini-batches where these are told, there are activations, too, and
         # the allocator keeps what it does not use: the driver would move all of that.
         waiting = _ask(node, task, "trough", READY_S + _within_s(facts.step_s))
-        node.enter_state(task, Suspending(waiting, by_driver=True), f"to be suspended by the driver: {why}")
+        node.enter_state(task, _driven(node, task, waiting), f"to be suspended by the driver: {why}")
     elif method == "driver" and facts.source == "memory":
         ask_driver(node, task, why, facts.swing_bytes)
     elif method == "driver":
@@ -70,7 +71,33 @@ def ask_driver(node: NodeState, task: Task, why: str, swing_bytes: int = 0) -> N
         effect = replace(effect, swing_bytes=swing_bytes, within_s=within_s, devices=devices)
     node.effects.append(effect)
     ladder = Ladder("ordered", node.now + READY_S + effect.within_s + patience_s + DRIVER_GRACE_S)
-    node.enter_state(task, Suspending(ladder, by_driver=True), f"suspended by the driver: {why}")
+    node.enter_state(task, _driven(node, task, ladder), f"suspended by the driver: {why}")
+
+
+def _driven(node: NodeState, task: Task, ladder: Ladder) -> Suspending:
+    """Return the state of a task that the driver is to suspend: asked within the grace of one wish, however often."""
+    state = task.state
+    if isinstance(state, Suspending) and state.by_driver and state.wish == task.want:
+        return replace(state, ladder=ladder)
+    return Suspending(ladder, by_driver=True, ask_by=node.now + task.grace_s, wish=task.want)
+
+
+def may_ask_later(node: NodeState, task: Task) -> bool:
+    """Whether time is left to ask the driver once more to suspend a task; an order to leave after a rest brings new."""
+    state = task.state
+    return isinstance(state, Suspending) and (node.now < state.ask_by or state.wish != task.want)
+
+
+def ask_driver_later(node: NodeState, task: Task, reason: str) -> None:
+    """Leave a task as it is for a while: the driver could not be asked to suspend it, so it has refused nothing.
+
+    It is not taken for running, also if it may keep its GPUs by now: a launcher whose answer was lost may have begun.
+    """
+    assert isinstance(task.state, Suspending)
+    ladder = Ladder("unasked", min(node.now + ASK_AGAIN_S, task.state.ask_by))
+    node.enter_state(
+        task, replace(task.state, ladder=ladder, obstacle=reason), f"the driver could not be asked: {reason}"
+    )
 
 
 def _within_s(step_s: float) -> float:
@@ -162,7 +189,9 @@ def climb(node: NodeState, task: Task) -> None:
     ladder = task.state.ladder
     if node.now < ladder.deadline:
         return
-    if awaits_trough(task):
+    if ladder.rung == "unasked":
+        _suspend(node, task, "driver", "asked once more")
+    elif awaits_trough(task):
         ask_driver(node, task, "no trough of its memory was seen in time")
     elif ladder.rung == "ordered" and task.facts.connected:
         _ask(node, task, "probe", PROBE_S)

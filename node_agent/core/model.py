@@ -41,7 +41,8 @@ from protocol.worker import Order, Progress
 
 REASON_CHARS_MAX = 4000  #: of a sentence that travels every beat
 
-Rung = Literal["ordered", "probed", "terminated", "killed"]
+#: `unasked`: the driver could not be asked, and is asked again at the deadline.
+Rung = Literal["unasked", "ordered", "probed", "terminated", "killed"]
 
 
 class Ladder(Struct, frozen=True):
@@ -73,10 +74,13 @@ class Running(Struct, frozen=True):
 
 
 class Suspending(Struct, frozen=True):
-    """Ordered to park, or being checkpointed by the driver."""
+    """Ordered to park, or being checkpointed by the driver, which is asked until `ask_by` while it cannot be asked."""
 
     ladder: Ladder
     by_driver: bool = False
+    ask_by: float = 0.0
+    wish: Want | None = None  #: for which `ask_by` was set: to leave after a rest has its own time
+    obstacle: str = ""  #: why the driver could not be asked when it was tried last
 
 
 class Suspended(Struct, frozen=True):

@@ -162,7 +162,7 @@ def _measured(task: Task, now: float) -> Measured:
 
 def _reason(state: State) -> str:
     match state:
-        case Waiting(obstacle=reason) | Suspended(obstacle=reason):
+        case Waiting(obstacle=reason) | Suspending(obstacle=reason) | Suspended(obstacle=reason):
             return reason
         case Vacating(reason=reason) | Stopping(reason=reason) | Exited(reason=reason):
             return reason

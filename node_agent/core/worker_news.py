@@ -51,7 +51,6 @@ from protocol.worker import (
 )
 from protocol.worker import Suspended as SuspendedLine
 
-RESUME_AGAIN_S = 5.0
 #: A parked worker that itself tells of more memory than it may keep gives no more back: only a sample has to show that.
 KEPT_PROOF_S = 5.0
 RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
@@ -283,13 +282,21 @@ def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
             node.put(moves.at_home(node.tasks[event.task]))
             node.enter_running(node.tasks[event.task], "found running, resumed by the driver")
         case Suspending(by_driver=True) if event.do == "suspend":
-            _declined(node, node.tasks[event.task], "driver", event.reason)
-        case Resuming(by_driver=True) if event.do == "resume" and node.tasks[event.task].image_of:
+            _not_suspended(node, node.tasks[event.task], event)
+        case Resuming(by_driver=True) if event.do == "resume" and node.tasks[event.task].image_of and not event.again:
             _move_refused(node, node.tasks[event.task], event.reason)
         case Resuming(by_driver=True) if event.do == "resume":
             _resume_refused(node, node.tasks[event.task], event.reason, again=event.again)
         case _:
             pass
+
+
+def _not_suspended(node: NodeState, task: Task, event: ProcessCheckpointed) -> None:
+    """Ask the driver later, if it could not be asked and there is time; else try the next method."""
+    if event.again and ladder.may_ask_later(node, task):
+        ladder.ask_driver_later(node, task, event.reason)
+    else:
+        _declined(node, task, "driver", event.reason)
 
 
 def estimated(node: NodeState, event: Estimated) -> None:
@@ -366,7 +373,7 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
     if task.facts.refused.count("resume") >= RESUMES_MAX:
         ladder.terminate(node, task, f"could not be resumed ({reason})", ladder.TERMINATE_S)
         return
-    proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + RESUME_AGAIN_S
+    proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + ladder.ASK_AGAIN_S
     parked = Suspended(proof_by, reason, retry_at, by_driver)
     node.enter_state(task, parked, f"could not be resumed: {reason}")
 

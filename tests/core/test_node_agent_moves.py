@@ -16,7 +16,8 @@ from node_agent.core.events import (
     WorkerNote,
     WorkerStarted,
 )
-from node_agent.core.worker_news import RESUME_AGAIN_S, RESUMES_MAX
+from node_agent.core.ladder import ASK_AGAIN_S
+from node_agent.core.worker_news import RESUMES_MAX
 from protocol.messages import JobId, TaskId
 from tests.support.node_harness import GIB, Bench, gpu, process, sample, task_order
 
@@ -78,9 +79,81 @@ def test_a_task_that_the_driver_could_not_be_asked_to_resume_stays_suspended_unt
     for _ in range(2 * RESUMES_MAX):
         assert bench.only(CheckpointProcess).do == "resume"
         answer(bench, "resume", ok=False, again=True, reason="the launcher does not answer")
-        bench.wait(RESUME_AGAIN_S + 1.0)
+        bench.wait(ASK_AGAIN_S + 1.0)
     answer(bench, "resume")
     assert bench.status(A).phase == "running"
+
+
+# --- a driver that cannot be asked ----------------------------------------------------------------------------------
+
+AWAY = "the launcher does not answer"
+
+
+def running_bench(grace_s: float) -> Bench:
+    """A node on which a program without the library runs, which only the driver can suspend, and is to leave."""
+    bench = Bench(**DRIVER)
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.measure(sample(0, process(A, 2 * GIB)))
+    bench.wait(2.0)
+    bench.plan(task_order(A, 0, want="vacate", grace_s=grace_s))
+    return bench
+
+
+def test_a_task_that_the_driver_could_not_be_asked_to_suspend_has_refused_nothing_and_is_asked_for_again() -> None:
+    bench = running_bench(grace_s=60.0)
+    for _ in range(5):
+        assert bench.only(CheckpointProcess).do == "suspend"
+        answer(bench, "suspend", ok=False, again=True, reason=AWAY)
+        assert bench.status(A).phase == "suspending"
+        assert (bench.status(A).reason, bench.status(A).helpless) == (AWAY, False)
+        assert not bench.all(CheckpointProcess), "there is a pause"
+        bench.wait(ASK_AGAIN_S)
+    answer(bench, "suspend", bytes=2 * GIB)
+    bench.measure()
+    assert (bench.status(A).phase, bench.status(A).reason, bench.status(A).cooperative) == ("suspended", "", True)
+    bench.plan(task_order(A, 0))
+    assert bench.only(CheckpointProcess).do == "resume"
+    assert not bench.all(SignalWorker)
+
+
+def test_a_task_that_the_driver_cannot_be_asked_to_suspend_is_told_to_leave_once_its_grace_is_over() -> None:
+    bench = running_bench(grace_s=12.0)
+    asked_at: list[float] = []
+    while not bench.all(SignalWorker):
+        assert bench.only(CheckpointProcess).do == "suspend"
+        asked_at.append(bench.now)
+        answer(bench, "suspend", ok=False, again=True, reason=AWAY)
+        if not bench.all(SignalWorker):
+            bench.wait(min(ASK_AGAIN_S, asked_at[0] + 12.0 - bench.now))
+    assert [at - asked_at[0] for at in asked_at] == [0.0, 5.0, 10.0, 12.0]
+    assert bench.only(SignalWorker).how == "terminate"
+    assert (bench.status(A).phase, AWAY in bench.status(A).reason) == ("vacating", True)
+
+
+def test_what_the_driver_itself_refuses_is_not_asked_for_again() -> None:
+    bench = running_bench(grace_s=60.0)
+    answer(bench, "suspend", ok=False, reason="its work on the GPU did not end in time")
+    assert bench.only(SignalWorker).how == "terminate"
+
+
+def test_a_cancelled_task_is_ended_also_while_the_driver_cannot_be_asked() -> None:
+    bench = running_bench(grace_s=60.0)
+    answer(bench, "suspend", ok=False, again=True, reason=AWAY)
+    bench.plan(task_order(A, 0, want="stop"))
+    assert bench.only(SignalWorker).how == "terminate"
+    assert not [effect for effect in bench.wait(ASK_AGAIN_S + 1.0) if isinstance(effect, CheckpointProcess)]
+
+
+def test_a_move_that_the_driver_could_not_be_asked_for_is_asked_for_again() -> None:
+    bench = parked_bench()
+    bench.plan(task_order(A, 2))
+    for _ in range(2):
+        assert bench.only(CheckpointProcess).moves == {gpu(0): gpu(2)}
+        answer(bench, "resume", ok=False, again=True, reason=AWAY)
+        bench.wait(ASK_AGAIN_S)
+    answer(bench, "resume")
+    assert (bench.status(A).phase, bench.status(A).gpus) == ("running", (gpu(2),))
 
 
 # --- which GPUs -----------------------------------------------------------------------------------------------------

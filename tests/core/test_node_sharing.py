@@ -78,6 +78,36 @@ def test_a_job_that_cannot_park_itself_is_suspended_by_the_driver_where_there_is
     assert [said for said in node.said if said[1] == a and said[2] == "driver suspend"]
 
 
+def test_a_job_goes_on_taking_turns_after_the_driver_could_not_be_asked_for_a_while() -> None:
+    node = SharedNode(driver=True)
+    node.driver_away_until = node.now + 60.0
+    a = node.add("a", 0, speaks=False)
+    node.pass_time(30.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(29.0)
+    assert (phase(node, a), node.status(a).reason, node.steps(b)) == ("resting", "away", 0)
+    node.pass_time(1300.0)
+    assert node.steps(a) > 0.4 * 1300 / 0.5
+    assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+@pytest.mark.parametrize("after_s", [55.0, 60.05], ids=["in a pause", "while the driver is asked for the last time"])
+def test_an_order_to_leave_has_its_own_time_to_ask_the_driver_after_a_rest_that_could_not_be_had(
+    after_s: float,
+) -> None:
+    node = SharedNode(driver=True)
+    node.driver_away_until = node.now + 100.0
+    a = node.add("a", 0, speaks=False)
+    node.pass_time(15.0)
+    node.add("b", 0, seat_number=1)
+    while not node.said:
+        node.pass_time(1.0)
+    node.pass_time(node.said[0][0] + after_s - node.now)  # of a grace of 60 s
+    node.want(a, "vacate")
+    node.pass_time(50.0)
+    assert (phase(node, a), node.signals) == ("suspended", [])
+
+
 def test_a_job_that_refuses_to_park_is_suspended_by_the_driver_instead() -> None:
     node = SharedNode(driver=True)
     a, b = node.add("a", 0, refuses="a CUDA graph is alive"), node.add("b", 0, seat_number=1)

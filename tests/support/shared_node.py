@@ -80,6 +80,7 @@ class SharedNode(Bench):
         self.mps = False  #: whether the workers are clients of MPS
         self.server_bytes: int | None = None  #: of the MPS server of each device
         self.signals: list[tuple[TaskId, str]] = []
+        self.driver_away_until = 0.0  #: it cannot be asked before then
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = count()
         self._booked_at = self.now
@@ -266,7 +267,8 @@ class SharedNode(Bench):
     def _drive(self, effect: CheckpointProcess) -> None:
         worker = self.workers[effect.task]
         self.said.append((self.now, worker.task, f"driver {effect.do}"))
-        ok = worker.nature.driver == "ok"
+        away = self.now < self.driver_away_until
+        ok = worker.nature.driver == "ok" and not away
         worker.on = worker.on or (ok and effect.do == "resume")
 
         def done() -> None:
@@ -275,7 +277,7 @@ class SharedNode(Bench):
                 worker.kept_bytes = 0 if worker.on else worker.nature.driver_keeps_bytes
             lost = worker.nature.driver == "lost"
             outcome = ProcessCheckpointed(effect.task, effect.do, ok, worker.nature.driver, lost, 0.1, GIB)
-            self.perform(self.say(outcome))
+            self.perform(self.say(replace(outcome, reason="away", again=True) if away else outcome))
 
         self._later(0.1, done)
 
