@@ -59,9 +59,9 @@ class Sampling:
         while frame is not None:
             module = self._module(frame.f_code.co_filename)
             if module and not module.startswith(AROUND):
-                functions[f"{module}.{frame.f_code.co_qualname}"] = None
-                if len(functions) == 1:
+                if not functions:
                     self._own[module.rpartition(".")[0]] += 1
+                functions[f"{module}.{frame.f_code.co_qualname}"] = None
             frame = frame.f_back
         if not functions:
             self._own["simulator"] += 1

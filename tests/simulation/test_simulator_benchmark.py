@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from benchmarks import simulator as benchmark
 from benchmarks.calibration import AROUND, EVERY_S, PASSES, SLICE, Calibration
 from benchmarks.sampling import Sampling
 from simulator.experiment import Experiment, execute
+from simulator.figures.results import Run
 from tests.support.traces import ROOT, shared
 
 FIFO = {"trace": "fake500", "cluster": "8x8", "policy": "fifo", "first": 20}
@@ -140,13 +142,31 @@ def test_slices_within_a_run_are_seldom_and_no_part_of_its_time() -> None:
     assert (len(calibration.slices_s), calibration.between_s) == (count + 1, EVERY_S / 4)
 
 
-def test_a_case_that_has_had_its_processor_time_is_stopped_and_tells_where_it_went() -> None:
+def test_a_case_that_has_had_its_processor_time_is_stopped_and_tells_where_it_went(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its time is over when half of its jobs are, on a fast machine and on a slow one."""
     shared("traces/synthetic-small/astraea_fake_job.csv")
-    case = {"trace": "fake500", "cluster": "8x8", "policy": "las", "limit_cpu_s": time.process_time() + 0.6}
-    row = benchmark.measure(case)
-    assert row["stopped_after_cpu_s"] < 5.0
+    made: list[Sampling] = []
+
+    def sampling_with(*, limit_s: float) -> Sampling:
+        made.append(Sampling(limit_s=limit_s))
+        return made[0]
+
+    def run_half(experiment: Experiment, progress: Callable[[int, int], None]) -> Run:
+        def told(over: int, of: int) -> None:
+            progress(over, of)
+            if over >= of / 2:
+                made[0]._limit_s = time.process_time()
+
+        return execute(experiment, told)
+
+    monkeypatch.setattr(benchmark, "Sampling", sampling_with)
+    monkeypatch.setattr(benchmark, "execute", run_half)
+    row = benchmark.measure({"trace": "fake500", "cluster": "8x8", "policy": "las", "limit_cpu_s": 1e9})
     assert (row["jobs"], "calibrated_s" in row, "hash" in row) == (500, False, False)
-    assert 0 <= row["jobs_over"] < 500
+    assert row["stopped_after_cpu_s"] > 0.0
+    assert 250 <= row["jobs_over"] < 500
     assert row["profile"]["within"]["arbiter.core.arbiter.Arbiter.handle"] > 0.2
     assert sum(row["profile"]["own"].values()) == pytest.approx(1.0)
     with Sampling() as sampling:
