@@ -334,8 +334,10 @@ class Shell(Generic[EventT, EffectT]):
     def _put(self, item: EventT | Received | Tick | Connected | _Late | _Arrived, *, first: bool = False) -> None:
         if isinstance(item, _Arrived):
             self._waiting.put_delivery(item)
+        elif first:
+            self._waiting.put_first(item)
         else:
-            (self._waiting.put_first if first else self._waiting.put_event)(item)
+            self._waiting.put_event(item)
         self._idle.clear()
         self._wake.set()
 

@@ -266,6 +266,7 @@ class Pair(Cluster):
         self.other_than(leader).kill()
         with self.client() as client:
             told = told_gpu_times(client.query("apps"), client.query("shares"))
+        assert len(told) > len(self.steps), "the leader tells of fewer apps than there were, or of no tenant"
         leader.signal(signal.SIGTERM)  # it writes a last snapshot
         leader.wait()
         found = look_at(self.url_here)

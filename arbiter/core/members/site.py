@@ -154,7 +154,7 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
 
 
 def note_app(turn: Turn, sender: Party, report: AppReport) -> None:
-    """Listen first where an app of this site that has GPUs is none that the journal knows: it has lost their leases.
+    """Listen first where an app of this site has GPUs and is not in the journal, which has lost the app's leases.
 
     The app's nodes say so, too, but may be heard later than a round has given the app other GPUs.
     """
