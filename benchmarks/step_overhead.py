@@ -120,7 +120,7 @@ def sampled_loop() -> tuple[float, float]:
     ratios, shares = [], []
     for _ in range(ROUNDS):
         alone_s, stop = work_s(), threading.Event()
-        samples = memory_cycle.read(process_memory.allocated_bytes, 60.0, stop.is_set)
+        samples = memory_cycle.read(process_memory.allocations, 60.0, stop.is_set)
         thread = threading.Thread(target=lambda rest=samples: list(rest), name="sampler")
         thread.start()
         begun_s = time.perf_counter()

@@ -177,11 +177,15 @@ class Late(Struct, frozen=True, tag="late"):
 
 
 class Counted(Struct, frozen=True, tag="counted", omit_defaults=True):
-    """A part of the answer to `sample`: the bytes of living tensors, each with its time, s of the monotonic clock."""
+    """A part of the answer to `sample`: the bytes of living tensors, each with its time, s of the monotonic clock.
+
+    `made`: the bytes of all tensors made so far, at the same times; zeros where that is not known.
+    """
 
     seq: Count
     at_s: Annotated[tuple[Seconds, ...], Meta(max_length=COUNTED_MAX)] = ()
     bytes: Annotated[tuple[Count, ...], Meta(max_length=COUNTED_MAX)] = ()
+    made: Annotated[tuple[Count, ...], Meta(max_length=COUNTED_MAX)] = ()
     last: bool = False  #: no more are coming, unless it is asked again
 
 

@@ -3,11 +3,17 @@
 Allocated bytes climb through the forward pass and fall through the backward pass, so their period is the time of one
 pass. The node agent finds it (`node_agent.introspection`). Here they are only read, by a thread of its own, at gaps
 that are drawn at random. It runs for one window, and ends as soon as a step is seen, which tells more.
+
+A script on a GPU orders its work far ahead of the GPU, and then stands and waits for a result. So the bytes stay the
+same for most of a mini-batch, at its peak or at its trough, and the rest is over in milliseconds: between two samples.
+The bytes of all tensors made so far are therefore read, too, which grow once in each mini-batch, and at a trough the
+interpreter is held, so that the script does not begin the next mini-batch before the driver has locked the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import random
 import signal
 import threading
@@ -19,14 +25,19 @@ from .state import Order, TrainingState
 
 GAP_S = (0.005, 0.015)
 #: How long, and how closely, a trough is waited for: bytes within this share of the way from trough to peak.
-TROUGH_S, TROUGH_GAP_S, TROUGH_SHARE = 5.0, 0.002, 0.2
+TROUGH_S, TROUGH_GAP_S, TROUGH_SHARE = 5.0, 0.001, 0.1
+#: There are troughs only where the memory falls by at least this share of its peak.
+SWING_MIN = 0.05
+#: Until the word on a trough is written; and how long the script stands there (`boundary.STAND_S`).
+SAID_S, STAND_S = 0.05, 1.0
 WINDOW_S = 20.0
 #: Samples of one line to the node agent, about a second's.
 LINE_SAMPLES = 100
 
-#: Returns the bytes that are allocated now, None while that is unknown.
+#: Returns the bytes that are allocated now, None while that is unknown; and besides those of all tensors so far.
 Counter = Callable[[], int | None]
-Samples = list[tuple[float, int]]
+Counters = Callable[[], tuple[int, int] | None]
+Samples = list[tuple[float, int, int]]
 
 
 def sample(process: TrainingState, order: Order) -> None:
@@ -52,10 +63,18 @@ def _come_to_trough(process: TrainingState, answer: Callable[[], None]) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     with contextlib.suppress(Exception):  # an allocator without counters, or a graph that is being captured
         low, high = process.cycle_bytes
-        floor = low + TROUGH_SHARE * (high - low)
-        until_trough(process_memory.allocated_bytes, floor, TROUGH_S)
+        if high - low > SWING_MIN * high:
+            floor = low + TROUGH_SHARE * (high - low)
+            until_trough(process_memory.allocated_bytes, floor, TROUGH_S)
         process_memory.give_back_unused()
     answer()
+    if process_memory.cuda() is not None and process.link.flush(SAID_S):
+        hold_interpreter(STAND_S)
+
+
+def hold_interpreter(seconds: float) -> None:
+    """Let no other thread of this process run Python for so long."""
+    ctypes.PyDLL(None).usleep(ctypes.c_uint(round(seconds * 1e6)))  # a PyDLL keeps the lock of the interpreter
 
 
 def until_trough(counter: Counter, floor: float, seconds: float) -> bool:
@@ -87,17 +106,18 @@ def _run(process: TrainingState, seq: int) -> None:
         if not process.peak_bytes:
             process_memory.forget_peak(())
         window: list[int] = []
-        for samples, last in read(process_memory.allocated_bytes, WINDOW_S, lambda: _over(process)):
+        for samples, last in read(process_memory.allocations, WINDOW_S, lambda: _over(process)):
             process.link.say(
                 {
                     "type": "counted",
                     "seq": seq,
-                    "at_s": [round(at_s, 4) for at_s, _ in samples],
-                    "bytes": [held for _, held in samples],
+                    "at_s": [round(at_s, 4) for at_s, _, _ in samples],
+                    "bytes": [held for _, held, _ in samples],
+                    "made": [made for _, _, made in samples],
                     "last": last,
                 }
             )
-            window += [held for _, held in samples]
+            window += [held for _, held, _ in samples]
             if window and not _tells_steps(process):  # else each boundary is a trough that is known exactly
                 process.cycle_bytes = min(window), max(window)
                 _note(process)
@@ -115,7 +135,7 @@ def _note(process: TrainingState) -> None:
         process.note_memory(reading)
 
 
-def read(counter: Counter, seconds: float, ended: Callable[[], bool]) -> Iterator[tuple[Samples, bool]]:
+def read(counter: Counters, seconds: float, ended: Callable[[], bool]) -> Iterator[tuple[Samples, bool]]:
     """Yield samples of `counter`, each with its time (s, monotonic), for so long or until `ended`.
 
     They come in lists of up to `LINE_SAMPLES`, each with whether it is the last.
@@ -125,9 +145,9 @@ def read(counter: Counter, seconds: float, ended: Callable[[], bool]) -> Iterato
     now_s = time.monotonic()
     while now_s < until_s and not ended():
         time.sleep(dice.uniform(*GAP_S))
-        held, now_s = counter(), time.monotonic()
-        if held is not None:
-            samples.append((now_s, held))
+        counted, now_s = counter(), time.monotonic()
+        if counted is not None:
+            samples.append((now_s, *counted))
         if len(samples) >= LINE_SAMPLES:
             yield samples, False
             samples = []

@@ -100,10 +100,20 @@ def reading(devices: Sequence[int] = ()) -> Reading | None:
 
 def allocated_bytes(devices: Sequence[int] = ()) -> int | None:
     """Return `reading(devices).allocated`, for those who read nothing else and often."""
+    counted = allocations(devices)
+    return None if counted is None else counted[0]
+
+
+def allocations(devices: Sequence[int] = ()) -> tuple[int, int] | None:
+    """Return the bytes of living tensors, and those of all tensors made so far, which only PyTorch's allocator knows.
+
+    The second is 0 where it is not known.
+    """
     stats = _stats(devices)
     if stats is not None:
-        return int(sum(each["allocated_bytes"]["all"]["current"] for each in stats))
-    return None if has_real_gpus() else anonymous_bytes()
+        figures = [each["allocated_bytes"]["all"] for each in stats]
+        return sum(each["current"] for each in figures), sum(each["allocated"] for each in figures)
+    return None if has_real_gpus() else (anonymous_bytes(), 0)
 
 
 def _stats(devices: Sequence[int]) -> list[Any] | None:

@@ -65,6 +65,8 @@ GOALS = (
             "both gave way to each other",
         ),
     ),
+    Goal("a script without steps: suspended at the trough", "trough", ("a script that reads its loss after the",)),
+    Goal("a script without steps: mini-batch time within 3 %", "trough", ("the time of its mini-batches is known",)),
     Goal(
         "demo: two jobs sliced, SHA-256 equal",
         "demo",

@@ -49,7 +49,9 @@ def rest(node: NodeState, task: Task) -> None:
 def _suspend(node: NodeState, task: Task, method: SuspendMethod, why: str) -> None:
     facts = task.facts
     cyclic = facts.source in ("allocator", "steps") and facts.step_s > 0
-    if method == "driver" and cyclic and facts.connected and task.ranks.world == 1:
+    # Its process counts, but no period was found: a trough may be too short for samples, and not for the process.
+    counted = facts.source not in ("allocator", "steps", "memory") and facts.peak_bytes > 0
+    if method == "driver" and (cyclic or counted) and facts.connected and task.ranks.world == 1:
         # Between two troughs, which are the ends of mini-batches where these are told, there are activations, too, and
         # the allocator keeps what it does not use: the driver would move all of that.
         waiting = _ask(node, task, "trough", READY_S + _within_s(facts.step_s))
@@ -101,8 +103,8 @@ def ask_driver_later(node: NodeState, task: Task, reason: str) -> None:
 
 
 def _within_s(step_s: float) -> float:
-    """Return how long a trough is waited for."""
-    return min(TROUGH_S, TROUGH_CYCLES * step_s)
+    """Return how long a trough is waited for; `step_s` is 0 where no period is known."""
+    return min(TROUGH_S, TROUGH_CYCLES * step_s) if step_s > 0 else TROUGH_S
 
 
 def _driver_s(image_bytes: int) -> float:

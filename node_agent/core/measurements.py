@@ -72,7 +72,8 @@ def _have_memory_sampled(node: NodeState) -> None:
             order = Order("sample", node.facts.incarnation, node.next_order_seq())
             node.effects.append(OrderWorker(task.id, order, 0))
             known = task.facts.source != "unknown"
-            node.learn(task.id, sample_at=node.now + (SAMPLE_KNOWN_S if known else SAMPLE_EVERY_S))
+            due_s = SAMPLE_KNOWN_S if known else SAMPLE_EVERY_S
+            node.learn(task.id, sample_at=node.now + due_s, sampled=True)
 
 
 def _untold(node: NodeState) -> list[Task]:

@@ -170,6 +170,7 @@ class Facts(Struct, frozen=True):
     confidence: float = 0.0
     periods: dict[StepSource, float] = {}  #: that each signal shows, s, where the worker does not tell its steps
     sample_at: float = 0.0  #: when to have its memory sampled, UNIX seconds; 0: not seen running yet
+    sampled: bool = False  #: it was: it had run for a while and told no step
     utilisation: float | None = None
     load: float | None = None
     state_bytes: int = 0  #: of the state that parking would move

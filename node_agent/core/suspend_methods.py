@@ -34,7 +34,7 @@ class SuspendMethods:
     def usable(self, task: Task, among: Sequence[SuspendMethod], tasks: Iterable[Task]) -> list[SuspendMethod]:
         """Return which methods `among` these a task has and has not refused; `tasks` are all of the node."""
         facts = task.facts
-        if among is REST_METHODS and (task.ranks.apart or self._is_of_unknown_size(task)):
+        if among is REST_METHODS and task.ranks.apart:
             return []  # a part of a job on several nodes takes no turns: its other parts would wait for it
         found = [do for do in among if do not in facts.refused]
         if "driver" in found and (facts.mps or task.ranks.apart):  # unverified; it suspends at no common step
@@ -43,10 +43,12 @@ class SuspendMethods:
             found.remove("leave")
         # Before its first mini-batch a task may park all of its GPUs' memory; without a save it loses only its start.
         spared = "leave" in found or task.ranks.apart
-        unfit = spared and self._is_of_unknown_size(task) and not self._has_room_for_all(task, tasks)
-        if "suspend" in found and (unfit or not (facts.can_park and self.has_host_memory(task, tasks))):
+        unknown = self._is_of_unknown_size(task)
+        unfit = spared and unknown and not self._has_room_for_all(task, tasks)
+        early = unknown and among is REST_METHODS
+        if "suspend" in found and (unfit or early or not (facts.can_park and self.has_host_memory(task, tasks))):
             found.remove("suspend")
-        if "driver" in found and (unfit or not self._facts.driver):
+        if "driver" in found and (unfit or not self._facts.driver or (early and not self._fits_as_it_is(task, tasks))):
             found.remove("driver")
         return found
 
@@ -106,6 +108,11 @@ class SuspendMethods:
             return True
         # After a restart of the node agent the size that it parked last is known before the size of its state now.
         return self._has_room(max(task.facts.state_bytes, task.facts.parked_bytes), task, tasks)
+
+    def _fits_as_it_is(self, task: Task, tasks: Iterable[Task]) -> bool:
+        """Whether the driver can move what a task has now: one that has run for a while and tells of no steps."""
+        used = self._gpus.used_bytes(task.devices)
+        return task.facts.on_gpu and task.facts.sampled and self._has_room(used, task, tasks)
 
     def _has_room_for_all(self, task: Task, tasks: Iterable[Task]) -> bool:
         """Whether the whole memory of the GPUs of `task` could be parked."""

@@ -55,8 +55,8 @@ class _Watched:
         self.since_s = now_s
         self.due_s = float("inf")  #: of the next estimate; set by the first reading
         self.readings: deque[_Reading] = deque()
-        self.counted: deque[tuple[float, int]] = deque(maxlen=COUNTED_MAX)
-        self.complete: tuple[tuple[float, int], ...] = ()  #: samples that are still to be judged
+        self.counted: deque[tuple[float, int, int]] = deque(maxlen=COUNTED_MAX)
+        self.complete: tuple[tuple[float, int, int], ...] = ()  #: samples that are still to be judged
         self.own: Estimate | None = None  #: by those that were judged last
         self.said: Estimated | None = None
 
@@ -109,7 +109,7 @@ class ActivityWatch:
         watched = self._tasks.get(task)
         if watched is None:
             return
-        for sample in zip(line.at_s, line.bytes, strict=False):
+        for sample in zip(line.at_s, line.bytes, line.made or (0,) * len(line.bytes), strict=False):
             if watched.counted and not 0 < sample[0] - watched.counted[-1][0] < GAP_S_MAX:
                 watched.counted.clear()
             watched.counted.append(sample)

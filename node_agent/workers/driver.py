@@ -328,6 +328,8 @@ class DriverCheckpointer:
 
     async def suspend(self, pids: Sequence[int], timeout_s: float) -> Result:
         """Checkpoint them; raises nothing."""
+        if not pids:
+            return Result(ok=False, again=True, reason="its processes have ended")
         request = _Request("suspend", timeout_s, _sorted(pids), lock_s=min(LOCK_S_MAX, timeout_s * LOCK_SHARE))
         return await self._measured(request, "suspended")
 

@@ -437,11 +437,11 @@ def answer(driver: Driver, request: Json) -> Json:
     try:
         match request["do"]:
             case "suspend":
-                return suspend(driver, request["pids"], request["lock_s"])
+                return suspend(driver, request.get("pids", []), request["lock_s"])
             case "resume":
-                return resume(driver, request["pids"], request.get("moves", {}))
+                return resume(driver, request.get("pids", []), request.get("moves", {}))
             case "find":
-                return find(driver, request["pids"])
+                return find(driver, request.get("pids", []))
             case "probe":
                 return probe(driver)
             case unknown:

@@ -225,6 +225,18 @@ async def test_a_helper_that_does_not_get_ready_is_not_waited_for(
             await asyncio.to_thread(os.waitpid, child, 0)
 
 
+@pytest.mark.parametrize("ready", [False, True])
+async def test_a_task_whose_processes_have_ended_has_refused_nothing(
+    play: StandIn, pids: tuple[int, int], ready: bool
+) -> None:
+    made = on_driver(play, pids)
+    if ready:
+        await made.prepare()
+    done = await made.suspend([], PATIENCE_S)
+    assert (done.ok, done.again, done.lost, done.reason) == (False, True, False, "its processes have ended")
+    assert (await made.suspend(pids, PATIENCE_S)).ok
+
+
 async def test_processes_without_cuda_are_left_alone(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, (one,))

@@ -62,6 +62,14 @@ def test_what_an_app_has_had_is_the_sum_of_its_leases_and_draining_is_a_part_of_
     assert (account.allocated_gpu_s, account.draining_gpu_s, account.lost_gpu_s) == (25.0, 5.0, 0.0)
 
 
+def test_an_app_that_tells_no_steps_can_be_suspended_if_its_node_says_so() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, cooperative=False)
+    assert site.arbiter.state.apps[AppId("ana-1")].cooperative is None, "it may be loading still"
+    tell(site, gpu, cooperative=True)
+    assert site.arbiter.state.apps[AppId("ana-1")].cooperative is True
+
+
 def test_time_that_a_job_lies_parked_is_told_apart() -> None:
     site, gpu = a_running_app()
     tell(site, gpu, cooperative=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
+import random
+
 import numpy as np
 import pytest
 
@@ -18,6 +21,7 @@ from benchmarks.periods.traces import (
 )
 from node_agent.introspection import Estimate, estimate, from_counter
 
+GIB = 2**30
 GATED = [family for family in FAMILIES if family.goal is not None]
 
 
@@ -61,6 +65,46 @@ def test_the_same_loop_at_even_gaps_is_taken_for_a_slow_one() -> None:
     found = asked(trace)
     assert found is not None
     assert found.period_s > 0.35
+
+
+def ahead(period_s: float, *, seed: int, even: bool = True) -> tuple[list[float], list[int], list[int]]:
+    """Samples of a script that orders a mini-batch in 10 ms, far ahead of the GPU: its live bytes, and all made so far.
+
+    Each mini-batch has a trough of 2.5 ms. Not `even`: a mini-batch comes at any time, as a request does.
+    """
+    dice = random.Random(seed)
+    begins = [0.0]
+    while begins[-1] < 21:
+        begins.append(begins[-1] + (period_s * dice.gauss(1, 0.003) if even else dice.expovariate(1 / period_s)))
+    times, live, made = [], [], []
+    now = 0.0
+    while now < 20:
+        now += dice.uniform(0.005, 0.015)
+        number = bisect.bisect(begins, now)
+        since = now - begins[number - 1]
+        times.append(now)
+        live.append(1 * GIB if since < 0.0025 else 14 * GIB)
+        made.append(int(14 * GIB * (number - 1 + min(1.0, since / 0.01))))
+    return times, live, made
+
+
+@pytest.mark.parametrize("period_s", [0.1, 0.394, 1.2])
+def test_a_script_that_is_far_ahead_of_the_gpu_is_timed_by_the_bytes_of_all_the_tensors_it_made(
+    period_s: float,
+) -> None:
+    times, live, made = ahead(period_s, seed=3)
+    if period_s > 0.1:
+        assert from_counter(times, live) is None, "its troughs lie between two samples"
+    found = from_counter(times, live, made)
+    assert found is not None
+    assert found.source == "allocator"
+    assert found.period_s == pytest.approx(period_s, rel=0.01)
+    assert from_counter(times, live, [0] * len(times)) == from_counter(times, live)
+
+
+def test_mini_batches_that_come_at_any_time_have_no_period_by_either_counter() -> None:
+    found = [from_counter(*ahead(0.3, seed=seed, even=False)) for seed in range(60)]
+    assert sum(one is not None for one in found) <= 1
 
 
 def test_of_accumulated_gradients_the_micro_batch_is_reported() -> None:

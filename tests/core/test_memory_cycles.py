@@ -147,6 +147,16 @@ def test_the_driver_suspends_a_task_once_its_worker_says_that_its_memory_is_at_a
     assert bench.status(TASK).phase == "suspended"
 
 
+def test_a_worker_that_counts_is_asked_for_its_trough_also_where_no_period_was_found() -> None:
+    bench = cyclic("unknown", 0.0)
+    bench.worker(TASK, replace(progress(-1, park=False), step_s=0.0, peak_bytes=GIB))
+    assert leave(bench).do == "trough"
+    bench.wait(READY_S + 0.9 * TROUGH_S)
+    assert not bench.all(CheckpointProcess)
+    bench.wait(0.2 * TROUGH_S)
+    assert bench.only(CheckpointProcess).do == "suspend"
+
+
 @pytest.mark.parametrize(("step_s", "patience_s"), [(0.5, 0.5 * TROUGH_CYCLES), (60.0, TROUGH_S)])
 def test_a_trough_is_waited_for_no_longer_than_for_some_cycles(step_s: float, patience_s: float) -> None:
     bench = cyclic(step_s=step_s)

@@ -46,7 +46,7 @@ class PlayedCuda(ModuleType):
     def memory_stats_as_nested_dict(self, device: int) -> dict[str, Any]:
         now, peak, kept = (self.held, self.most, self.kept) if device else (0, 0, 0)
         return {
-            "allocated_bytes": {"all": {"current": now, "peak": peak}},
+            "allocated_bytes": {"all": {"current": now, "peak": peak, "allocated": peak}},
             "reserved_bytes": {"all": {"current": kept, "peak": kept}},
         }
 
@@ -280,7 +280,7 @@ def test_a_forked_process_reads_its_own_memory(virtual: None) -> None:
 
 
 def test_samples_come_in_lists_until_a_step_is_seen() -> None:
-    held = iter(range(10**6))
+    held = ((number, 2 * number) for number in range(10**6))
     seen: list[memory_cycle.Samples] = []
     lasts = []
     for samples, last in memory_cycle.read(lambda: next(held), 60.0, lambda: len(seen) >= 2):
@@ -289,8 +289,8 @@ def test_samples_come_in_lists_until_a_step_is_seen() -> None:
     assert lasts == [False, False, True]
     assert [len(each) for each in seen] == [memory_cycle.LINE_SAMPLES, memory_cycle.LINE_SAMPLES, 0]
     flat = [sample for samples in seen for sample in samples]
-    assert [count for _, count in flat] == list(range(len(flat)))
-    gaps = [later - sooner for (sooner, _), (later, _) in itertools.pairwise(flat)]
+    assert [counted for _, *counted in flat] == [[number, 2 * number] for number in range(len(flat))]
+    gaps = [later - sooner for (sooner, *_), (later, *_) in itertools.pairwise(flat)]
     assert min(gaps) >= memory_cycle.GAP_S[0]
 
 
@@ -326,6 +326,39 @@ def test_at_the_trough_unused_memory_is_given_back_and_the_worker_says_so(
             thread.join()
     assert cuda.kept == 100 * MIB
     assert [(line["type"], line["seq"]) for line in one.link._outbox] == [("progress", 4)]
+
+
+def test_a_script_whose_memory_does_not_swing_is_at_a_trough_at_any_time(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cuda._initialized = True
+    monkeypatch.setattr(memory_cycle, "until_trough", None)
+    one = process()
+    one.cycle_bytes = (GIB - GIB // 100, GIB)
+    orders.take(one, {"do": "trough", "gen": 1, "seq": 4, "at_step": -1, "bytes": 0})
+    for thread in threading.enumerate():
+        if thread.name == "gpu-arbiter-trough":
+            thread.join()
+    assert cuda.emptied_by == ["gpu-arbiter-trough"]
+    assert [(line["type"], line["seq"]) for line in one.link._outbox] == [("progress", 4)]
+
+
+def test_no_other_thread_runs_python_while_the_interpreter_is_held() -> None:
+    ended, seen = threading.Event(), [time.monotonic()]
+
+    def look() -> None:
+        while not ended.is_set():
+            seen.append(time.monotonic())
+
+    other = threading.Thread(target=look)
+    other.start()
+    begun = time.monotonic()
+    memory_cycle.hold_interpreter(0.3)
+    assert time.monotonic() - begun >= 0.3
+    ended.set()
+    other.join()
+    meanwhile = sum(begun + 0.1 < at < begun + 0.3 for at in seen)
+    assert meanwhile == 0
 
 
 def told_of_a_trough(one: TrainingProcess, seq: int = 4) -> list[tuple[str, int]]:

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
 from node_agent.core.model import Facts, Running, Suspended, Task
 from node_agent.core.proof import Gpus
-from node_agent.core.suspend_methods import VACATE_METHODS, SuspendMethods
+from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
 from tests.support.node_harness import NODE, gpu
 from tests.support.shared_node import GIB, SharedNode
@@ -823,6 +823,22 @@ def test_a_turn_does_not_end_before_the_job_has_said_how_much_it_would_park() ->
     assert SuspendMethods(replace(facts, host_bytes=0), gpus).can_rest(task, []), (
         "where host memory has no end its size is no matter"
     )
+
+
+def test_a_script_that_tells_no_steps_rests_by_the_driver_once_it_has_run_for_a_while() -> None:
+    facts = NodeFacts(NODE, "r1", "boot", 7, 2.0, host_bytes=GIB, driver=True)
+    silent = Facts(hello=True, connected=True, on_gpu=True, sampled=True)
+    task = Task(TaskId("a-1.0-a0"), AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), Running(), facts=silent)
+
+    def rests(used_bytes: int, task: Task = task, facts: NodeFacts = facts) -> list[str]:
+        gpus = Gpus(facts)
+        gpus.sampled(Sampled(1, (GpuSample(gpu(0), "H100", 2 * GIB, "slot-0", used_bytes, ()),)), 0.0)
+        return list(SuspendMethods(facts, gpus).usable(task, REST_METHODS, []))
+
+    assert rests(GIB) == ["driver"]
+    assert rests(GIB + 1) == [], "what it has on the GPU must fit into host memory"
+    assert rests(GIB, replace(task, facts=replace(silent, sampled=False))) == [], "it may be loading still"
+    assert rests(GIB, facts=replace(facts, driver=False)) == []
 
 
 def test_two_jobs_found_running_on_one_gpu_were_packed_and_are_told_apart() -> None:

@@ -48,7 +48,7 @@ def tell(mib):
     told.write(struct.pack("q", mib))
 
 def stats(device):
-    figures = {{"all": {{"current": held << 20, "peak": held << 20}}}}
+    figures = {{"all": {{"current": held << 20, "peak": held << 20, "allocated": 0}}}}
     return {{"allocated_bytes": figures, "reserved_bytes": figures}}
 
 state = block({STATE_MIB})

@@ -203,7 +203,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
 def _note_manners(turn: Turn, task: model.Task) -> None:
     """Remember of an app whether its training can be suspended, or can leave: all of it, of what was seen training.
 
-    Before its first mini-batch a script has shown nothing yet: it may still be loading its libraries.
+    Before its first mini-batch a script has shown nothing yet: it may still be loading its libraries. One that tells of
+    no mini-batch is suspended by the driver, and its node says so.
     """
     app = turn.state.apps.get(task.app)
     if app is None or not _trains(task) or (app.cooperative, app.can_checkpoint) == _manners(task):
@@ -218,7 +219,7 @@ def _note_manners(turn: Turn, task: model.Task) -> None:
 
 
 def _trains(task: model.Task) -> bool:
-    return task.phase in RUNNING and task.step >= 0
+    return task.phase in RUNNING and (task.step >= 0 or task.cooperative)
 
 
 def _note_resting(turn: Turn, app_id: AppId) -> None:

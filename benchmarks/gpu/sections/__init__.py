@@ -51,6 +51,7 @@ SECTIONS = {
     "demo": Entry("demo", (*SITE, "pynvml"), part=3, limit_s=380.0),
     "graph": Entry("graph", cuda=True, part=4, limit_s=140.0),
     "ddp": Entry("ddp", (*SITE, "pynvml"), part=4, limit_s=340.0),
+    "trough": Entry("trough", (*SITE, "pynvml", "cuda.bindings"), driver=True, part=5, limit_s=300.0),
 }
 
 
