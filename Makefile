@@ -15,9 +15,10 @@ SITES ?= 1000
 QUIET ?= 500
 SUMS ?= 1000
 STANDBYS ?= 10000
-# Of both, what `make full` does: a few minutes each.
+# Of these, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
+FULL_STANDBYS := 1000
 TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
@@ -102,7 +103,7 @@ full: $(LOOPS) prometheus ## what `make check` leaves out, since quicker tests c
 	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
 	$(MAKE) --no-print-directory dryruns QUIET=$(FULL_SITES)
 	$(MAKE) --no-print-directory worlds N=2000 SEED=$$(date +%s)
-	$(MAKE) --no-print-directory standbys SEED=$$(date +%s)
+	$(MAKE) --no-print-directory standbys STANDBYS=$(FULL_STANDBYS) SEED=$$(date +%s)
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff format .
