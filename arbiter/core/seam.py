@@ -159,6 +159,10 @@ class AppView(Struct, frozen=True):
     left_at: float = 0.0
     declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
     overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
+    #: Where it asks for more than it has shown that it can use (`members.idle_gangs`): the GPUs that it has shown, and
+    #: those that it asks for, of which `demand_max` may be a part. Else 0.
+    shown: int = 0
+    asked: int = 0
     loss_drop: float = 0.0  #: decrease of its normalised loss that it expects of one more lease with all it can use
     served_gpu_s: float = 0.0  #: GPU-seconds of its leases that are over
     leases: int = 0  #: that it holds now

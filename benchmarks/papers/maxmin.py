@@ -50,7 +50,11 @@ SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
 OTHERS = ("srtf", "gandiva-placement", "optimus", "themis", "las")
 
-Lie = Literal["", "left", "total", "demand"]
+Lie = Literal["", "left", "total", "demand", "waiting"]
+#: Lies about the demand: more is asked for always, or only while the app has no GPUs. It gives back what it cannot use.
+DEMANDS = ("demand", "waiting")
+#: Lies that are told under `themis`, too.
+THEMIS = ("total", "demand")
 
 
 class Cell(Struct, frozen=True):
@@ -111,7 +115,8 @@ FULL = Plan(
     seeds=(3, 4, 5),
     apps=12,
     scale=0.1,
-    lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("demand", 1.0, 1.0)),
+    lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("demand", 1.0, 1.0),
+        ("waiting", 1.0, 1.0)),
     lying_seeds=(3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     lying_apps=12,
     lying_scale=0.1,
@@ -192,7 +197,7 @@ def telling(lie: Lie, by: float) -> Change:
     Under `themis` it is asked for rho, too: a lie about what its T_cluster follows from makes that so much greater.
     """
     total_gpu_s = 0.0
-    cluster = {"": 1.0, "left": 1.0, "total": 1.0 - by, "demand": 1.0 / (1.0 + by)}[lie]
+    cluster = 1.0 / (1.0 + by) if lie in DEMANDS else 1.0 - by if lie == "total" else 1.0
 
     def change(message: AnyMessage) -> AnyMessage:
         nonlocal total_gpu_s
@@ -211,7 +216,8 @@ def telling(lie: Lie, by: float) -> Change:
         if lie == "total" and message.left_gpu_s:
             message = _shorter(message, max(0.01, 1.0 - by * total_gpu_s / message.left_gpu_s))
             return replace(message, ideal_s=message.ideal_s * cluster)
-        return _wider(message, 1.0 + by) if lie == "demand" else message
+        holds = lie == "waiting" and (message.releases or any(job.gpus for job in message.jobs))
+        return _wider(message, 1.0 + by) if lie in DEMANDS and not holds else message
 
     return change
 
@@ -308,7 +314,7 @@ def lying(plan: Plan) -> Part:
     rows, paying = [], []
     for lie, by, past in plan.lies:
         ruled: list[tuple[str, Knobs]] = [(OURS, ())]
-        if lie != "left" and past == 1.0:
+        if lie in THEMIS and past == 1.0:
             ruled += [("themis", ()), ("themis", HELD)]
         for (name, knobs), liars in product(ruled, ("one", "several")):
             gains = list(_gains(plan, name, knobs, lie, by, past, together=liars == "several"))

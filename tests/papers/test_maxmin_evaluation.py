@@ -10,8 +10,9 @@ from msgspec.structs import replace
 from benchmarks.papers import maxmin
 from benchmarks.papers.document import Memory
 from benchmarks.papers.maxmin import MEMORY, OTHERS, OURS, QUICK, Cell, Lie, Outcome, evaluate, run, telling
-from protocol.messages import AppReport, Bid, BidRow, LogChunk, ProbeReply, RoundId
+from protocol.messages import AppReport, Bid, BidRow, GpuId, JobId, JobWish, LeaseId, LogChunk, ProbeReply, RoundId
 from tests.protocol.samples import SAMPLES
+from tests.support.arbiter_site import LAUNCH
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -46,7 +47,9 @@ def test_the_end_of_an_app_and_other_messages_are_true() -> None:
     assert telling("total", 0.5)(other) is other
 
 
-@pytest.mark.parametrize(("lie", "by", "times"), [("left", 0.5, 1.0), ("total", 0.5, 2.0), ("demand", 1.0, 2.0)])
+@pytest.mark.parametrize(
+    ("lie", "by", "times"), [("left", 0.5, 1.0), ("total", 0.5, 2.0), ("demand", 1.0, 2.0), ("waiting", 1.0, 2.0)]
+)
 def test_rho_is_that_of_the_t_cluster_which_the_lie_makes(lie: Lie, by: float, times: float) -> None:
     rows = (BidRow(1, "machine", 3.0), BidRow(2, "machine", 2.0))
     reply, bid = ProbeReply(REPORT.app, RoundId(1), 2.0), Bid(REPORT.app, RoundId(1), 4.0, rows)
@@ -62,6 +65,20 @@ def test_who_asks_for_twice_the_gpus_would_be_done_in_half_the_time() -> None:
     assert told.demand_max == 2 * REPORT.demand_max
     assert told.ideal_s == REPORT.ideal_s / 2.0
     assert told.left_gpu_s == REPORT.left_gpu_s
+
+
+def test_one_that_asks_for_more_while_it_waits_tells_the_truth_while_it_runs_and_as_it_gives_gpus_back() -> None:
+    waits = replace(REPORT, jobs=(), releases=())
+    gives = replace(waits, releases=(LeaseId("l1"),))
+    runs = replace(waits, jobs=(JobWish(JobId("ana-1.0"), 1, (GpuId("g1"),), LAUNCH),))
+
+    def told(lie: Lie, report: AppReport) -> int:
+        message = telling(lie, 1.0)(report)
+        assert isinstance(message, AppReport)
+        return message.demand_max
+
+    assert [told("demand", each) for each in (waits, gives, runs)] == [8, 8, 8]
+    assert [told("waiting", each) for each in (waits, gives, runs)] == [8, 4, 4]
 
 
 def outcome(max_rho: float, *jct_s: float) -> Outcome:

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Sold
 from arbiter.core.leases import leases
-from arbiter.core.members import declarations, sales, screening
+from arbiter.core.members import declarations, idle_gangs, sales, screening
 from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.rounds import phases, views
 from arbiter.core.seam import Admission, AppView
@@ -60,6 +60,7 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
         turn.apps.add(app.id)
         turn.state.apps[app.id] = app = replace(app, owed=max(app.owed, report.seq))
     if not isinstance(app.state, Settled):
+        app = idle_gangs.note(turn, app, report)
         _take_releases(turn, app, report)
         if report.state != "active":
             settle(turn, turn.state.apps[app.id], report.state, report.reason)
@@ -188,6 +189,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         left_at=turn.now,
         loss_drop=report.loss_drop,
         sizes=report.sizes,
+        elastic=app.elastic or bool(report.sizes),
         move_s=report.move_s,
         demand_most=max(app.demand_most, report.demand_max),
         array=report.array,

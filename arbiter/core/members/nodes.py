@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from msgspec.structs import replace
 
 from arbiter.core.leases import leases, plans, preemption_budget
-from arbiter.core.members import sales
+from arbiter.core.members import idle_gangs, sales
 from arbiter.core.state import model
 from arbiter.core.state.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
@@ -196,6 +196,7 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             _tell_phase(turn, known, task)
             if task.app in turn.state.apps:
                 _note_resting(turn, task.app)
+                idle_gangs.note_runs(turn, task)
     _note_parked(turn, node)
     turn.apps &= turn.state.apps.keys()
 
@@ -277,6 +278,7 @@ def _forget_tasks(turn: Turn, missing: set[TaskId], report: NodeReport) -> None:
             turn.nodes.add(report.node)
             if task.app in turn.state.apps:
                 _note_resting(turn, task.app)
+                idle_gangs.note_runs(turn, task)
                 _note_saved(turn, task)
 
 

@@ -234,7 +234,7 @@ def _look_at(
 ) -> AppView:
     held = leases.held(turn, app.id)
     apart = (*renewable, *guest_at)
-    useful = promised[: max(0, app.demand_max - len(held))]  # a GPU of no use must not stand for one that it runs on
+    useful = promised[: max(0, app.demand_able - len(held))]  # a GPU of no use must not stand for one that it runs on
     kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
     only = seats.only(turn, app, guest_at)
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
@@ -243,7 +243,7 @@ def _look_at(
         app=app.id,
         tenant=app.tenant,
         gang=app.gang,
-        demand_max=_within_kind(turn, app, app.demand_max, held),
+        demand_max=_within_kind(turn, app, app.demand_able, held),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
         rho=None,
@@ -259,6 +259,8 @@ def _look_at(
         left_at=app.left_at,
         declared_gpu_s=app.declared_gpu_s,
         overrun=app.overrun,
+        shown=app.shown,
+        asked=app.demand_max if app.shown else 0,
         loss_drop=app.loss_drop,
         served_gpu_s=app.tally.gpu_seconds,
         leases=len(held),

@@ -451,6 +451,11 @@ class App(Struct, frozen=True):
     left_at: float = 0.0  #: when it said so
     declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
     overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
+    ran_most: int = 0  #: the most GPUs that its tasks have run on at once since `ran_since`
+    ran_since: float = 0.0  #: when the newest of its leases began
+    uses_most: int = 0  #: the most GPUs that it has used since it left a gang idle; 0: it never did
+    left_idle_at: float = 0.0  #: when it did last, while it is given no more than it uses; 0: it may try again
+    elastic: bool = False  #: its jobs accept several numbers of GPUs, or did so before they ran
     loss_drop: float = 0.0
     sizes: tuple[int, ...] = ()
     move_s: float = 0.0
@@ -476,6 +481,16 @@ class App(Struct, frozen=True):
     def active(self) -> bool:
         """Whether it takes part in rounds."""
         return isinstance(self.state, Active)
+
+    @property
+    def shown(self) -> int:
+        """How many GPUs it has shown that it can use, if it asks for at least a gang more; else 0."""
+        return self.uses_most if self.uses_most and self.demand_max >= self.uses_most + self.gang else 0
+
+    @property
+    def demand_able(self) -> int:
+        """The most GPUs that it may be given now."""
+        return (self.shown if self.left_idle_at else 0) or self.demand_max
 
     @property
     def spans(self) -> bool:

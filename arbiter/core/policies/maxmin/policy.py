@@ -13,6 +13,8 @@ T_cluster, as they report them. An app that reports none of that is taken to hav
 on its gang at least, and is the last of those that must run, and of the others. So is one that takes `excess` times the
 GPU time that it declared (`declarations`), and its T_cluster is so many times what it reports. Where the owner's
 finished apps have taken more than `excess` times what they declared, a new app of that owner is taken to do so, too.
+An app that asks for more GPUs than it has shown that it uses (`idle_gangs`) is the last of its equals as well; its
+times are taken to be as many times longer.
 
 With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and the order is one within each tenant.
 
@@ -40,10 +42,12 @@ MARGIN: Final = 1.1
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
 LEFT_MIN_S: Final = 1.0
 
-#: How far the word of an app can be taken: it tells nothing of what is left, takes more than it declared, or neither.
-Word = Literal["none", "broken", "kept"]
+#: How far the word of an app can be taken: it tells nothing of what is left, asks for more GPUs than it has shown that
+#: it uses, takes more than it declared, or none of these.
+Word = Literal["none", "wide", "broken", "kept"]
 _WORDS: Final[Mapping[Word, str]] = {
     "none": "are taken to be left of it, as it tells none",
+    "wide": "are left of it, which asks for {app.asked} GPUs and left idle those beyond {app.shown}",
     "broken": "are left of it, which takes more than it declared",
     "kept": "are left of it",
 }
@@ -118,7 +122,7 @@ class MaxMinFtf(Ranked):
             spare, due, fair, left, word = known[app.app]
             return (
                 f"{spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of {fair:.4g} "
-                f"s, and {left:.4g} s {_WORDS[word]}"
+                f"s, and {left:.4g} s {_WORDS[word].format(app=app)}"
             )
 
         return said
@@ -174,6 +178,8 @@ class _Told(NamedTuple):
     gang: Figures
     declared_gpu_s: Figures
     overrun: Figures
+    shown: Figures
+    asked: Figures
 
 
 _told_by = attrgetter(*_Told._fields)
@@ -189,12 +195,17 @@ def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Se
 
     It is worked out for all apps at once, as there may be thousands; `View.left_s` and its like say the same of one.
     """
-    width = np.clip(told.demand_max, 1.0, gpus)
+    wide = told.shown > 0.0
+    demand, times = (
+        np.where(wide, told.shown, told.demand_max),
+        np.where(wide, told.asked / np.maximum(1.0, told.shown), 1.0),
+    )
+    width = np.clip(demand, 1.0, gpus)
     had = told.served_gpu_s + told.leases * view.now - told.granted_sum
     since = view.now - told.left_at
     silent = np.isnan(told.left_gpu_s)
     guess = np.maximum(had, view.lease_s * told.gang)
-    left = np.where(silent, guess, told.left_gpu_s - since * np.minimum(told.leases, told.demand_max))
+    left = np.where(silent, guess, told.left_gpu_s - since * np.minimum(told.leases, demand))
     left = np.maximum(LEFT_MIN_S, left)
     declared = np.maximum(LEFT_MIN_S, told.declared_gpu_s)
     beyond = (told.declared_gpu_s > 0.0) & (had + left > excess * declared)
@@ -202,11 +213,11 @@ def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Se
     left_gpu_s = np.maximum(left, usual - had)
     total = had + left_gpu_s
     stretch = np.where(beyond | (usual > 0.0), np.maximum(1.0, total / declared), 1.0)
-    least_s = told.left_s - since * np.minimum(1.0, told.leases / np.maximum(1.0, told.demand_max))
+    least_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
     left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
-    alone_s = np.maximum(LEFT_MIN_S, np.where(told.alone_s > 0.0, told.alone_s * stretch, total / width))
+    alone_s = np.maximum(LEFT_MIN_S, np.where(told.alone_s > 0.0, told.alone_s * stretch * times, total / width))
     age_s = np.maximum(0.0, view.now - told.arrived_at)
     means = np.maximum(1.0, (view.apps_integral - told.apps_integral) / np.maximum(age_s, 1e-9))
     fair_s = alone_s * mean_apps(age_s, means, left_s, left_gpu_s, gpus)
-    words: list[Word] = np.select([silent, beyond], ["none", "broken"], "kept").tolist()
+    words: list[Word] = np.select([silent, wide, beyond], ["none", "wide", "broken"], "kept").tolist()
     return Works(age_s, fair_s, left_s, left_gpu_s), words
