@@ -43,6 +43,7 @@ WORLDS = 12
 APP = AppId("app1-1")
 
 
+@pytest.mark.full  # `make check` runs 300
 @pytest.mark.timeout(300)
 def test_a_dozen_worlds_pass() -> None:
     verdicts = list(run_worlds(range(WORLDS)))
@@ -438,9 +439,9 @@ def test_in_an_eighth_of_the_worlds_the_journal_loses_its_end() -> None:
 
 
 def test_worlds_whose_journal_loses_its_end_can_be_run_alone() -> None:
-    result = CliRunner().invoke(command_line, ["worlds", "--stale", "--count", "2", "--jobs", "1", "--json"])
+    result = CliRunner().invoke(command_line, ["worlds", "--stale", "--count", "1", "--jobs", "1", "--json"])
     assert result.exit_code == 0, result.stdout
-    alone = [run_world(seed) for seed in range(60) if has_stale_journal(seed)][:2]
+    alone = [run_world(seed) for seed in range(60) if has_stale_journal(seed)][:1]
     assert json.loads(result.stdout)["summary"]["events"] == sum(verdict.events for verdict in alone)
 
 

@@ -893,7 +893,8 @@ COUNTED = """
     """
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spawns(
     agent: WorkerAgent, tmp_path: Path, method: str
 ) -> None:
@@ -1011,6 +1012,7 @@ def test_an_explicit_step_end_is_the_only_boundary_once_it_is_called(agent: Work
     agent.wait(Finished, step=4)
 
 
+@pytest.mark.full
 def test_an_optimizer_that_steps_inside_backward_is_no_boundary(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         import torch
