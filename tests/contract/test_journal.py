@@ -188,6 +188,22 @@ def test_a_snapshot_has_all_that_was_appended_before_it(store: Store) -> None:
         assert journal.load().snapshot == b"two apps, again"
 
 
+def test_a_state_is_stored_with_the_event_that_led_to_it_though_others_have_come_since(store: Store) -> None:
+    """A state is stored in a thread, and an arbiter that takes over writes meanwhile."""
+    with closing(leading(store)) as journal:
+        journal.append(1.0, Came("a"))
+        end = journal.end()
+        journal.append(2.0, Came("b"))
+        journal.snapshot(b"one app", end)
+        assert journal.since_snapshot == 1
+        journal.commit()
+    with closing(store.open()) as again:
+        loaded = again.load()
+        assert (loaded.snapshot, loaded.seq) == (b"one app", 1)
+        assert list(loaded.events) == [(2, 2.0, Came("b"))]
+        assert again.load(1.0).snapshot == b"one app"
+
+
 def test_numbers_and_times_go_on_after_everything_was_pruned(store: Store) -> None:
     with closing(leading(store, snapshots_kept=1)) as journal:
         for turn in range(3):
