@@ -28,6 +28,7 @@ from arbiter.core.effects import (
 from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
+from arbiter.core.state.model import Claim
 from arbiter.ledger import Ledger
 from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
@@ -360,6 +361,18 @@ def test_the_ledger_tells_each_record_once_however_often_it_was_written(store: S
         assert [record.number for _id, record in found] == [1, 2]
         assert found[0][0] < found[1][0]
         assert ledger.newest_event() == found[1][0]
+
+
+def test_a_round_that_is_counted_again_replaces_all_of_the_one_that_its_journal_has_lost(store: Store) -> None:
+    claim = Claim(ANA, "rho", 9.0, 3.0, 3.0, "steps", 1.0)
+    bob = AppId("bob-1")
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.write(replace(ROUND, claims=(claim,)))
+        later = replace(ROUND, at=200.0, outcomes=(Outcome(bob, (), "lost"),), claims=(replace(claim, claimed=8.0),))
+        ledger.write(later)
+        assert ledger.rounds(limit=9) == ledger.rounds(limit=9, app=bob) == [later]
+        assert ledger.rounds(limit=9, app=ANA) == []
+        assert ledger.claims(limit=9) == [(7, later.claims[0])]
 
 
 def test_the_ledger_finds_events_by_what_they_are_about(store: Store) -> None:
