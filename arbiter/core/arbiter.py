@@ -73,7 +73,7 @@ class Configured(Struct, frozen=True, tag=True):
 
     `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that no
     other process can be on the bus. `restored` names the backup that the journal was restored from, with its age. See
-    `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
+    `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows. `epoch_in_ids`: see `State`.
     """
 
     settings: ArbiterSettings
@@ -82,6 +82,7 @@ class Configured(Struct, frozen=True, tag=True):
     alone: bool = False
     ready: bool = True
     restored: str = ""
+    epoch_in_ids: bool = False
 
 
 class SolverReady(Struct, frozen=True, tag=True):
@@ -238,6 +239,7 @@ class Arbiter:
                 self.state.adopting, self.state.alone = event.adopt, event.alone
                 self.state.solver_ready = event.ready
                 self.state.restored = event.restored or self.state.restored
+                self.state.epoch_in_ids = event.epoch_in_ids
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
                     sales.rebook_all(turn, before)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Note, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
+from arbiter.ledger import Ledger
 from protocol.core import Connected, Tick
 from protocol.messages import (
     Act,
@@ -424,6 +426,42 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
         assert plan.seq > newest.seq
         assert {(order.task, order.want) for order in plan.tasks} == {("ana-1.0-a0", "run"), ("bob-1.0-a0", "run")}
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def ended(site: Site, app: str) -> LeaseRecord:
+    """Let an app be granted the second GPU of n1 and finish; return the record of its lease."""
+    running(site, app, index=1)
+    effects = site.app(app, state="finished", demand=0, run="r", site=OURS)
+    effects += report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    (record,) = [effect for effect in effects if isinstance(effect, LeaseRecord)]
+    return record
+
+
+def test_no_lease_gets_the_id_of_one_that_the_journal_has_lost() -> None:
+    """The ledger keeps the first record of each id, so it lacked the lease that came after the power cut."""
+    site = a_site_at_work()
+    site.handle(Configured(SETTINGS, OURS, epoch_in_ids=True))
+    backup = site.arbiter.snapshot()
+    lost = ended(site, "bob-1")
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(newest.epoch, newest.seq))
+    site.wait(12.0)
+    site.now += 10.0
+    later = ended(site, "bob-1")
+    with closing(Ledger(":memory:")) as ledger:
+        ledger.write(lost, later)
+        assert [lease.start for lease in reversed(ledger.leases(limit=9))] == [lost.start, later.start]
+    assert later.lease == f"bob-1/{site.arbiter.state.epoch}.{site.arbiter.state.leases_made}"
+    assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_what_an_older_version_has_decided_is_replayed_with_the_ids_that_it_gave() -> None:
+    """Its last records are written again at a start, and a lease under two ids would count twice."""
+    site = a_site_at_work()
+    assert ended(site, "bob-1").lease == "bob-1/2"
+    site.handle(Configured(SETTINGS, OURS, epoch_in_ids=True))
+    assert ended(site, "cyd-1").lease == "cyd-1/1.3"
 
 
 def test_a_journal_that_has_lost_a_whole_epoch_is_told_so() -> None:

@@ -649,6 +649,9 @@ class State(Struct):
     blocked: tuple[BlockedGangs, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `alignment`
     aligned: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
+    #: Ids of leases name the epoch: a journal that has lost its end counts some leases again, and no epoch comes again.
+    #: False where an older version has decided, whose events are replayed with the ids that it gave.
+    epoch_in_ids: bool = False
     rest: StoryLine | None = None  #: the sentence of the last round for apps without one of their own
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
