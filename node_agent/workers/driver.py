@@ -129,7 +129,8 @@ def open_checkpointer(backend: DeviceBackend, state_dir: Path, launched: Launche
     """Return the checkpointer for the GPUs of `backend`; with `launched` for tasks that a launcher has started."""
     if isinstance(backend, SimulatedBackend):
         return SimulatedCheckpointer(backend)
-    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver), launched=launched)
+    gpus = [device.gpu for device in backend.devices()]
+    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver), launched=launched, gpus=gpus)
 
 
 # --- the driver's ---------------------------------------------------------------------------------------------------
@@ -199,6 +200,7 @@ class _Request(Struct, frozen=True, omit_defaults=True):
     pids: tuple[int, ...] = ()
     lock_s: float | None = None
     moves: Mapping[GpuId, GpuId] | None = None
+    gpus: tuple[GpuId, ...] = ()  #: those that a probe may use
 
 
 #: A user may have a helper that a launcher has started say anything; what it says goes into reports.
@@ -268,6 +270,8 @@ class DriverCheckpointer:
         The helper; tests give one with a played driver.
     launched
         Starts helpers in place of this process, but for a probe, which is of no task.
+    gpus
+        Those of this node agent, on one of which a probe is made; empty: all of the node.
     """
 
     def __init__(
@@ -276,7 +280,9 @@ class DriverCheckpointer:
         facts: DriverFacts,
         command: Sequence[str] = (sys.executable, "-I", str(HELPER)),
         launched: LaunchedHelpers | None = None,
+        gpus: Sequence[GpuId] = (),
     ) -> None:
+        self._gpus = tuple(gpus)
         self._result = state_dir / "driver.json"
         self._lock = state_dir / "driver.lock"
         self._facts = facts
@@ -298,7 +304,7 @@ class DriverCheckpointer:
         known = read_json(self._result, ProbeResult)
         if known is not None and known.host == self._facts:
             return known.reason
-        answer, at = await self._ask(_Request("probe", PROBE_S))
+        answer, at = await self._ask(_Request("probe", PROBE_S, gpus=self._gpus))
         if answer is None:
             answer = _Line(ok=False, reason=f"the driver hung or crashed in '{at}' when it was tried")
         reason = "" if answer.ok else answer.reason

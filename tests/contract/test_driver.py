@@ -15,12 +15,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
 from node_agent import daemon, procfs
 from node_agent.core.events import CheckpointProcess, ProcessCheckpointed
+from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers import driver, supervisors
 from node_agent.workers.driver import (
@@ -152,7 +154,8 @@ async def test_where_a_launcher_starts_tasks_it_is_asked_for_helpers_and_without
     settings = Settings("n1", tmp_path, "b")
     assert daemon._launched(settings) is None
     launched = daemon._launched(replace(settings, launcher=tmp_path / "no.sock"))
-    made = open_checkpointer(SimpleNamespace(driver="580.95.05"), tmp_path, launched)  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(driver="580.95.05", devices=list)
+    made = open_checkpointer(backend, tmp_path, launched)
     assert "can open the GPUs of that task alone" in made.why_bound()
     own = await made.suspend((os.getpid(),), PATIENCE_S)
     assert (own.ok, own.lost, "no process of the task is left" in own.reason) == (False, False, True), "of no unit"
@@ -582,10 +585,56 @@ async def test_a_trial_is_with_a_process_that_is_as_far_from_the_helper_as_worke
     assert "CAP_SYS_PTRACE" in await played(play).probe()
 
 
-async def test_where_a_gpu_is_divided_nothing_is_tried(play: StandIn) -> None:
-    play.change(1, mig=1)
+async def test_where_all_gpus_are_divided_nothing_is_tried(play: StandIn) -> None:
+    for index in range(3):
+        play.change(index, mig=1)
     assert "MIG" in await played(play).probe()
     assert calls(play) == []
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"lost": 1},
+        {"mig": 1},
+        {"mode": 3},
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetComputeMode",
+    ],
+    ids=str,
+)
+async def test_one_gpu_that_errs_or_is_in_a_mode_of_its_own_keeps_no_driver_from_being_tried_on_another(
+    play: StandIn, trouble: dict[str, int] | str
+) -> None:
+    """The helper crashed, and for as long as the host was up no job was suspended by the driver."""
+    play.change(0, total=200_000)  # it would be taken for its size
+    if isinstance(trouble, str):
+        play.fault("error", trouble, 0, 15)
+    else:
+        play.change(0, **trouble)
+    assert await played(play).probe() == ""
+
+
+async def test_a_trial_in_which_nvml_errs_is_told_and_made_again(play: StandIn) -> None:
+    play.fault("error", "nvmlDeviceGetComputeRunningProcesses_v3", value=999)
+    assert "NVML erred while the driver was tried" in await played(play).probe()
+    play.heal()
+    assert await played(play).probe() == ""
+
+
+async def test_a_trial_touches_no_gpu_that_the_node_agent_was_not_given(
+    play: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.load(monkeypatch)
+    play.change(0, total=200_000)  # it would be taken for its size
+    backend = NvmlBackend(["1", play.cards[2].uuid])
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    assert await open_checkpointer(backend, play.folder.parent).probe() == ""
+    backend.close()
+    used = {path.read_text() for path in play.folder.glob("on.*")}
+    assert used == {play.cards[1].uuid}
 
 
 async def test_a_trial_for_which_there_was_no_room_is_made_again(play: StandIn) -> None:
@@ -713,6 +762,20 @@ def test_the_versions_of_the_driver_and_of_the_bindings_decide_whether_it_moves(
 ) -> None:
     assert played(play, replace(FIT, **changes)).why_bound().startswith(reason)
     assert bool(played(play, replace(FIT, **changes)).why_bound()) is bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [({"lost": 1}, "does not name every GPU of this node"), ({"mig": 1}, "divided by MIG")]
+)
+async def test_a_move_on_a_node_with_a_gpu_that_does_not_answer_or_is_divided_is_refused_with_the_reason(
+    play: StandIn, pids: tuple[int, int], trouble: dict[str, int], reason: str
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.change(2, **trouble)
+    result = await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})
+    assert (result.ok, result.lost) == (False, False)
+    assert reason in result.reason
+    assert [play.state(pid) for pid in pids] == [CHECKPOINTED, CHECKPOINTED]
 
 
 async def test_a_move_to_an_unknown_gpu_touches_nothing(play: StandIn, pids: tuple[int, int]) -> None:
