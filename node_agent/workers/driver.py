@@ -379,8 +379,8 @@ class DriverCheckpointer:
     async def _without_answer(self, request: _Request, at: str, wanted: Standing) -> Result:
         """Return the outcome after a helper hung or crashed."""
         reason = f"the driver hung or crashed in '{at}' and was given up after {request.timeout_s:.0f} s at most"
-        if at == "start":
-            return Result(ok=False, reason=reason)
+        if at == "start":  # the driver was asked of no process yet
+            return Result(ok=False, again=True, reason=reason)
         if at in ("checkpoint", "restore"):
             return Result(ok=False, lost=True, reason=reason)
         found = await self._find(request.pids)

@@ -107,7 +107,7 @@ class Driver:
     def initialise(self) -> None:
         """Initialise CUDA here: a restore needs it unless persistence mode is on, and nothing else does."""
         if not self._initialised:
-            self.call("start", 0, self.cuda.cuInit, 0)
+            self.call("init", 0, self.cuda.cuInit, 0)
             self._initialised = True
 
     def call(self, at: str, pid: int, function: Any, *arguments: Any) -> Any:

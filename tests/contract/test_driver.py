@@ -411,15 +411,42 @@ async def test_a_helper_that_cannot_be_started_is_no_loss(play: StandIn, pids: t
     assert "could not be started" in result.reason
 
 
+@pytest.mark.parametrize("do", ["suspend", "resume"])
+async def test_a_helper_that_dies_before_it_asks_the_driver_of_a_process_is_no_refusal(tmp_path: Path, do: str) -> None:
+    killed = """echo '{"at": "start"}'; kill -9 $$"""
+    result = await getattr(DriverCheckpointer(tmp_path, FIT, ("sh", "-c", killed)), do)((os.getpid(),), PATIENCE_S)
+    assert (result.ok, result.lost, result.again, "'start'" in result.reason) == (False, False, True, True)
+
+
+async def test_a_helper_that_dies_as_cuda_starts_in_it_is_judged_by_what_it_has_left(
+    play: StandIn, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.fault("crash", "cuInit")
+    resumed = await made.resume(pids, PATIENCE_S)
+    assert (resumed.ok, resumed.lost, resumed.again, "'init'" in resumed.reason) == (False, False, False, True)
+    for pid in pids:
+        play.put(pid, RUNNING)
+    fail(play, "checkpoint", max(pids), 304)  # what is done by then cannot be undone without cuInit
+    undone = await made.suspend(pids, PATIENCE_S)
+    states = sorted(play.state(pid) or 0 for pid in pids)
+    assert (undone.ok, undone.lost, undone.again, states) == (True, False, False, [RUNNING, CHECKPOINTED])
+    play.heal()
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
 async def test_two_tasks_are_suspended_at_the_same_time(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, pids)
     fail(play, "checkpoint", one, "hang")
     async with asyncio.TaskGroup() as group:
-        slow = group.create_task(made.suspend([one], HANG_S))
-        began = time.monotonic()
+        slow = group.create_task(made.suspend([one], PATIENCE_S))
+        await asyncio.to_thread(wait_for_call, play, f"checkpoint:{one}")
+        (hung,) = made._children
         assert (await made.suspend([other], PATIENCE_S)).ok
-        assert time.monotonic() - began < HANG_S
+        assert not slow.done()
+        os.kill(hung, signal.SIGKILL)
     assert slow.result().lost
 
 
