@@ -28,6 +28,9 @@ process lived, or was not known to a journal that has lost its end. No participa
 checkpoints are outranked by those of its successor. And the younger attempt is ordered for the first time only while no
 older one has a process on a node that reports.
 
+*One leader.* No arbiter performs anything once another one leads, but what it had committed before, and the journal
+takes nothing from it. No two cores perform in one epoch.
+
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
@@ -139,6 +142,7 @@ class Checks:
         self.known_by = inf
         self._lost = 0  #: events that the arbiter's journal has lost after their effects were performed
         self._overtakes_left = 0  #: for each loss, each node that has heard of an epoch may know a newer one once
+        self._leaders: dict[int, object] = {}  #: by epoch, the core that has performed in it
         self._named: set[TaskId] = set()
         self._ordered: dict[str, dict[TaskId, TaskOrder]] = defaultdict(dict)  #: by node, all that was ever ordered
         self._fences: dict[str, tuple[int, int]] = {}
@@ -171,6 +175,21 @@ class Checks:
             self._judge_idle(world)
         if self.instants % VALIDATE_EVERY == 0:
             self._validate_one(world, self.instants // VALIDATE_EVERY)
+
+    # --- arbiters -------------------------------------------------------------------------------------------------
+
+    def judge_commit(self, world: World, arbiter: Actor) -> None:
+        """Judge of whom the journal has taken events: of the leader."""
+        if arbiter is not world.arbiter:
+            raise Violation("events of a former leader stand in the journal", "arbiter")
+
+    def judge_leader(self, world: World, arbiter: Actor) -> None:
+        """Judge an arbiter that is about to perform effects: it leads, as the only one of its epoch."""
+        if arbiter is not world.arbiter:
+            raise Violation("a former leader performs what it has decided beside the next one", "arbiter")
+        epoch, core = arbiter.core.state.epoch, arbiter.core
+        if self._leaders.setdefault(epoch, core) is not core:
+            raise Violation(f"two arbiters have led in epoch {epoch}", "arbiter")
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -472,6 +491,7 @@ class Checks:
             if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
                 self.forgotten.add(order.task)
         self._drained.clear()
+        self._leaders.clear()  # the store may have forgotten epochs, too
         self._listens = False
         for part in (self._records, self._accounts, self._stretches):
             part.clear()

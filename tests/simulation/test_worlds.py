@@ -31,7 +31,8 @@ from simulator.cluster import parse_cluster
 from simulator.costs import Costs
 from simulator.faults import checks
 from simulator.faults.checks import Checks, Violation, unsettled
-from simulator.faults.injector import Network, Record
+from simulator.faults.injector import Network
+from simulator.faults.journals import Record
 from simulator.faults.runs import WorldVerdict, run_world, run_worlds, summary
 from simulator.faults.scenario import NetworkOptions, draw, facts_of, has_stale_journal, has_standby
 from simulator.world import Actor, World
@@ -82,7 +83,7 @@ def test_seeds_differ_and_options_cover_what_can_go_wrong() -> None:
     kinds = {fault.kind for each in options for fault in each.faults}
     assert kinds == {
         *("crash", "freeze", "cut", "vanish", "power", "gpu", "cancel", "policy", "sharing", "drain"),
-        *("hold", "requeue", "mps", "stale"),
+        *("hold", "requeue", "mps", "stale", "depose"),
         *("worker-crash", "worker-kill", "worker-deaf", "worker-stall"),
     }
     assert {fault.party.role for each in options for fault in each.faults if fault.kind == "crash"} == {
