@@ -294,10 +294,19 @@ def test_a_step_that_is_no_index_is_named() -> None:
         session.init(total_steps=-1)
 
 
+STEP = "    optimizer.step()\n"
+
+
 @pytest.mark.full
 def test_the_example_in_the_docs_leaves_and_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "checkpointed.py")
-    with Worker(tmp_path, example) as worker:
+    text = Path(example).read_text()
+    assert STEP in text
+    slow = tmp_path / "slow.py"  # its 200 steps would be over before the order comes
+    slow.write_text(
+        text.replace("import sys\n", "import sys\nimport time\n").replace(STEP, STEP + "    time.sleep(0.1)\n")
+    )
+    with Worker(tmp_path, str(slow)) as worker:
         agent.wait((Hello, Progress), can_checkpoint=True)
         agent.order("leave")
         assert worker.end()[0] == EXIT_REQUEUE
