@@ -136,7 +136,7 @@ class AppAgent:
         """Follow the arbiter's newest word on leases and tasks, unless it changes nothing."""
         state = self.state
         before, probed = (state.held, state.jobs, state.over), state.probes
-        if holdings.knows_less(self.app, message):
+        if holdings.disbelieve(self.app, message):
             return self._follow(now, restate=True)  # it is told, and speaks again
         if not holdings.take(self.app, message, now):
             return []

@@ -536,6 +536,62 @@ def test_an_app_with_gpus_that_the_journal_does_not_know_has_the_arbiter_listen_
     assert ("bob-1.0-a0", "run") in [(order.task, order.want) for order in site.plans["n1"].tasks]
 
 
+def a_known_app_whose_last_grant_a_power_cut_has_taken() -> tuple[Site, list[JobWish], NodePlan]:
+    """Ana trains on both GPUs of n1; the journal knows of the first only, and n1 has not spoken yet."""
+    site = a_site_at_work()
+    first, second = gpu_id("n1", 0), gpu_id("n1", 1)
+    backup = site.arbiter.snapshot()
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    site.wait(2.0)
+    assert site.held("ana-1") == [first, second]
+    jobs = [wish("ana-1", index, [gpu]) for index, gpu in enumerate((first, second))]
+    site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    assert site.held("ana-1") == [first]
+    return site, jobs, newest
+
+
+def test_a_known_app_with_a_gpu_whose_grant_is_lost_has_the_arbiter_listen_before_it_gives_it_to_others() -> None:
+    """It answered the app without that lease, so that the job was begun anew; and a round gave the GPU to another."""
+    site, jobs, newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    effects = site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)
+    assert taken(effects) == [EpochTaken(3, OURS)]
+    assert f"rounds: ana-1 has {gpu_id('n1', 1)}, and ours does not know these leases: this journal" in notes(effects)
+    effects = site.app("bob-1", run="r", site=OURS) + site.wait(2.0)
+    assert sent(effects, Holdings) == []
+    tasks = [task("ana-1", index, job.gpus) for index, job in enumerate(jobs)]
+    used = [gpu for job in jobs for gpu in job.gpus]
+    site.node("n1", tasks=tasks, used=used, site=OURS, plan=(newest.epoch, newest.seq))
+    site.wait(12.0)
+    assert (site.held("ana-1"), site.held("bob-1")) == (used, [])
+    assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [
+        ("ana-1.0-a0", "run"),
+        ("ana-1.1-a0", "run"),
+    ]
+
+
+@pytest.mark.parametrize("why", ["it leaves the GPU", "it is another app"])
+def test_a_known_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
+    site, jobs, _newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    if "leaves" in why:
+        jobs = [replace(jobs[0], attempt=1)]
+        site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+        assert isinstance(site.gpu_state(jobs[0].gpus[0]), Draining)
+    run = "another" if "another" in why else "r"
+    assert taken(site.app("ana-1", demand=2, jobs=jobs, run=run, site=OURS)) == []
+
+
+def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_journal() -> None:
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {})
+    assert isinstance(site.gpu_state(gpu), Free)
+    site.lead()
+    assert taken(site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=OURS)) == []
+
+
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
 def test_an_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
     site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()

@@ -10,9 +10,9 @@ is at work, is found out before it has said anything:
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
 - *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
   the last moments: a report of a newer epoch says so, or of a later plan of an epoch before, or of a node of this
-  site that the journal does not know, or of an app with GPUs that the journal does not know. Nodes obey no plan of an
-  arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
-  epoch goes beyond, and what runs is adopted likewise.
+  site that the journal does not know, or of an app with GPUs that were never its own by the journal. Nodes obey no
+  plan of an arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard
+  of it. The epoch goes beyond, and what runs is adopted likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
@@ -154,15 +154,20 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
 
 
 def note_app(turn: Turn, sender: Party, report: AppReport) -> None:
-    """Listen first where an app of this site has GPUs and is not in the journal, which has lost the app's leases.
+    """Listen first where an app of this site has GPUs of which the journal knows nothing: it has lost their leases.
 
-    The app's nodes say so, too, but may be heard later than a round has given the app other GPUs.
+    The app's nodes say so, too, but may be heard later than a round has given these GPUs to another app, or other GPUs
+    to the app; and once it is told that they are not its own, an app begins its jobs anew.
     """
     state = turn.state
     of_ours = bool(state.site) and report.site == state.site and apps.speaks_for(sender, report)
-    gpus = sorted({gpu for job in report.jobs for gpu in job.gpus} if report.state == "active" else ())
-    if of_ours and gpus and report.app not in state.apps and not state.behind and _just_began(turn):
-        _overtake(turn, 0, f"{report.app} has {', '.join(gpus[:GPUS_NAMED])}, and ours does not know that app")
+    if not of_ours or state.behind or not _just_began(turn):
+        return
+    known = state.apps.get(report.app)
+    gpus = sorted(apps.unknown_gpus(state, known, report))
+    if gpus:
+        unknown = "that app" if known is None else "these leases"
+        _overtake(turn, 0, f"{report.app} has {', '.join(gpus[:GPUS_NAMED])}, and ours does not know {unknown}")
 
 
 def _knows(report: NodeReport) -> str:
