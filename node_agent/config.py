@@ -74,7 +74,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     seats_max
         Jobs that may share a GPU here, even if the arbiter allows more.
     host_memory_bytes
-        Host memory that the state of parked jobs may take; 0: half of the node's.
+        Host memory that the state of parked jobs may take; 0: half of the node's, or of what its control groups allow.
     memory_dir
         Folder in host memory (tmpfs) through which jobs move to other GPUs of this node; empty: by way of the disk.
     driver_checkpoint

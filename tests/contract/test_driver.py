@@ -44,6 +44,7 @@ RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
 #: An interpreter starts in a tenth of a second, and on a busy node in several.
 #: For a helper that is going to hang: long enough to get there.
 HANG_S = 3.0
+GIB = 2**30
 FIT = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
 
 
@@ -281,6 +282,46 @@ async def test_a_suspension_that_fails_half_way_leaves_all_running(
     assert (result.ok, result.lost) == (False, False)
     assert f"{call} of process {max(pids)} failed" in result.reason
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+@pytest.mark.parametrize(("left", "suspended"), [(10 * GIB - 1, False), (10 * GIB, True)])
+async def test_a_task_whose_bound_on_host_memory_has_no_room_for_its_image_is_not_suspended(
+    play: StandIn, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch, left: int, suspended: bool
+) -> None:
+    """The kernel ended it for its memory, as the driver was moving it."""
+    on_driver(play, pids)
+    play.load(monkeypatch)
+    play.change(1, processes=[(pids[0], 6 * 1024, "compute"), (pids[1], 1024, "compute"), (4711, 1, "compute")])
+    play.change(2, processes=[(pids[0], 3 * 1024, "compute")])
+    backend = NvmlBackend()
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    monkeypatch.setattr(procfs, "memory_left_bytes", {pids[0]: left, pids[1]: 99 * GIB}.__getitem__)
+    result = await open_checkpointer(backend, play.folder.parent).suspend(pids, PATIENCE_S)
+    backend.close()
+    assert (result.ok, result.lost, result.again) == (suspended, False, False)
+    assert ("memory_max_bytes" in result.reason) is not suspended
+    assert play.state(pids[0]) == (CHECKPOINTED if suspended else RUNNING)
+
+
+def test_the_memory_that_a_process_has_left_is_that_of_the_tightest_of_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(procfs, "GROUPS", tmp_path / "fs")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (sys.maxsize, sys.maxsize), "gone"
+    group = tmp_path / "fs" / "slice" / "task"
+    group.mkdir(parents=True)
+    for name in ("7", "self"):
+        (tmp_path / "proc" / name).mkdir(parents=True)
+        (tmp_path / "proc" / name / "cgroup").write_text("1:name=systemd:/\n0::/slice/task\n")
+    assert procfs.memory_left_bytes(7) == sys.maxsize, "no bounds"
+    for folder, limit, used in ((group, "max", 900), (group.parent, "1000", 700)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 60\nactive_file 40\n")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (400, 1000)
+    (group / "memory.max").write_text("950\n")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (150, 950)
 
 
 async def test_the_error_for_a_missing_right_names_the_mend(play: StandIn, pids: tuple[int, int]) -> None:
