@@ -252,8 +252,8 @@ class Index:
                 else:
                     views.pop(gpu_id, None)
         if added:
-            self._revocable = dict(sorted(self._revocable.items()))
-            self._free_views = dict(sorted(self._free_views.items()))
+            self._revocable = _in_order(self._revocable)
+            self._free_views = _in_order(self._free_views)
         self._touched.clear()
 
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
@@ -408,6 +408,10 @@ class Index:
         alike = alike and (+self.owned, self.at_risk) == (+other.owned, other.at_risk)
         alike = alike and self.dependent == other.dependent
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
+
+
+def _in_order(views: dict[GpuId, GpuView]) -> dict[GpuId, GpuView]:
+    return {gpu: views[gpu] for gpu in sorted(views)}
 
 
 def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:
