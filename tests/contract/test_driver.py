@@ -18,6 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import structlog
 from msgspec.structs import replace
 
 from node_agent import daemon, procfs
@@ -37,6 +38,7 @@ from node_agent.workers.driver import (
 from node_agent.workers.driver_helper import CannotBeDone, permutation
 from node_agent.workers.manager import Settings
 from protocol.messages import GpuId, TaskId
+from tests.support.node_site import node_site
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
 
@@ -651,6 +653,21 @@ async def test_a_trial_that_fails_says_why(play: StandIn, flag: str, reason: str
 async def test_a_trial_is_with_a_process_that_is_as_far_from_the_helper_as_workers_are(play: StandIn) -> None:
     play.flag("descendants-only")
     assert "CAP_SYS_PTRACE" in await played(play).probe()
+
+
+async def test_a_node_agent_without_the_right_says_in_its_log_that_the_drivers_checkpoint_is_off_and_why(
+    play: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.load(monkeypatch)
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    for flags, works in (("descendants-only",), False), ((), True):
+        play.flag(*flags)
+        with structlog.testing.capture_logs() as logged:
+            async with node_site(tmp_path / str(works), gpus="nvml") as site:
+                await site.report()
+        (line,) = [line for line in logged if line["event"] == "driver.checkpoint"]
+        assert line["works"] is works
+        assert ("CAP_SYS_PTRACE" in line["reason"]) is not works
 
 
 async def test_where_all_gpus_are_divided_nothing_is_tried(play: StandIn) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from node_agent.core.events import GpuSample, NodeFacts, Sampled, SampleFailed
 from node_agent.core.proof import TOLERATED_S, Gpus
-from node_agent.devices import Activity, DeviceBackend, DeviceError, Health, HungError, gpm, nvml
+from node_agent.devices import Activity, DeviceBackend, DeviceError, Health, HungError, gpm, nvml, watched
 from node_agent.devices.gpm import AGAIN_S
 from node_agent.devices.nvml import LISTEN_AGAIN_S, LOST_S, NvmlBackend
 from node_agent.devices.sampling import measure, open_backend
@@ -196,6 +196,31 @@ def test_some_gpus_of_a_node_are_named_by_index_or_uuid(hands: Hands) -> None:
     opened = open_backend((3,), "n1", memory_bytes=0, pin=False)
     assert [device.gpu for device in opened.devices()] == [hands.gpu(3)]
     opened.close()
+
+
+def test_a_named_gpu_that_does_not_answer_at_the_start_keeps_no_other_from_use_and_joins_them_when_it_does(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its UUID it could not be found, so the node agent did not start."""
+    hands.deal(4)
+    hands.driver.change(1, lost=1)
+    for *names, told in ((hands.gpu(0), hands.gpu(1), "GPU-x", hands.gpu(1)), (hands.gpu(1), "7", "7")):
+        with pytest.raises(DeviceError, match=f"'{told}', which is not here"):
+            hands.backend(*names)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    backend = NvmlBackend([hands.gpu(0), hands.gpu(1)], clock=lambda: hands.now_s)
+    well, dead = measure(backend, no_owner)
+    assert (well.gpu, well.healthy) == (hands.gpu(0), True)
+    assert (dead.gpu, dead.lost) == ("GPU-unreachable-1", True)
+    deadline = time.monotonic() + PATIENCE_S
+    while backend._look._next == 0.0:  # until a look has shown the GPUs of others, which answer
+        assert time.monotonic() < deadline
+        measure(backend, no_owner)
+    assert hands.library.times_opened() == 3, "twice refused, and once since"
+    hands.driver.change(1, lost=0)
+    assert healthy_in_time(backend, hands.gpu(1))
+    assert [device.gpu for device in backend.devices()] == [hands.gpu(0), hands.gpu(1)]
+    backend.close()
 
 
 def test_a_named_gpu_that_is_not_there_is_an_error_with_those_that_are(hands: Hands) -> None:
