@@ -159,6 +159,7 @@ class AppAgent:
 
     def validate(self) -> None:
         """Assert the promises that always hold for the state."""
+        self.app.validate()
         state = self.state
         claimed = [gpu for job in state.jobs if isinstance(job.state, Placed) for gpu in job.state.gpus]
         assert len(claimed) == len(set(claimed)), f"{state.app} put two jobs on one GPU: {claimed}"
