@@ -194,7 +194,7 @@ class Arbiter:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
         if state.listens_until is not None:
-            return state.listens_until
+            return site.deadline(state)
         candidates = [phases.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)

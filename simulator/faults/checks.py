@@ -141,7 +141,7 @@ class Checks:
         self.forgotten: set[TaskId] = set()
         self.known_by = inf
         self._lost = 0  #: events that the arbiter's journal has lost after their effects were performed
-        self._overtakes_left = 0  #: for each loss, each node that has heard of an epoch may know a newer one once
+        self._overtakes_left = 0  #: for each loss: one for each node that knows of an epoch, and one for an app
         self._leaders: dict[int, object] = {}  #: by epoch, the core that has performed in it
         self._named: set[TaskId] = set()
         self._ordered: dict[str, dict[TaskId, TaskOrder]] = defaultdict(dict)  #: by node, all that was ever ordered
@@ -486,7 +486,7 @@ class Checks:
         their way may be obeyed yet.
         """
         self._lost += lost
-        self._overtakes_left += len(self._fences) if lost else 0
+        self._overtakes_left += len(self._fences) + 1 if lost else 0
         for order in (order for orders in self._ordered.values() for order in orders.values() if lost):
             if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
                 self.forgotten.add(order.task)

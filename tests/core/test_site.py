@@ -508,9 +508,48 @@ def test_a_journal_that_has_lost_the_word_of_a_new_node_is_told_so_and_keeps_wha
     assert taken(site.node("n3", 1, site="")) == [], "it is new to the site"
     assert taken(report(site, "n2", {gpu: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(3, OURS)]
     site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
     site.wait(12.0)
     assert site.held("bob-1") == [gpu]
     assert [(order.task, order.want) for order in site.plans["n2"].tasks] == [("bob-1.0-a0", "run")]
+
+
+def a_silent_node_on_which_an_app_has_a_forgotten_gpu(*, known: bool) -> tuple[Site, JobWish, NodePlan]:
+    """Bob trains on n2, which the journal does not know if it was cut off before that came; all others have spoken."""
+    site = a_site_at_work()
+    before = site.arbiter.snapshot()
+    site.node("n2", 1, site="")
+    backup = site.arbiter.snapshot() if known else before
+    running(site, "cyd-1", index=1)
+    job = wish("bob-1", 0, [running(site, "bob-1", "n2")])
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    uses = {gpu_id("n1", 0): "ana-1", gpu_id("n1", 1): "cyd-1"}
+    report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    site.app("bob-1", jobs=[job], run="r", site=OURS)
+    assert sent(site.wait(12.0), Holdings) == [], "bob's app agent began the job anew, beside the task on n2"
+    return site, job, site.plans["n2"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_journal_that_has_lost_its_end_waits_for_a_node_that_is_silent(known: bool) -> None:
+    site, job, newest = a_silent_node_on_which_an_app_has_a_forgotten_gpu(known=known)
+    effects = report(site, "n2", {job.gpus[0]: "bob-1"}, plan=(newest.epoch, newest.seq))
+    assert [(words.app, words.tasks[0].task) for words in sent(effects, Holdings) if words.app == "bob-1"] == [
+        ("bob-1", "bob-1.0-a0")
+    ]
+    assert site.held("bob-1") == list(job.gpus)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_node_that_stays_silent_is_waited_for_no_longer_than_until_it_is_lost(known: bool) -> None:
+    site, _, _ = a_silent_node_on_which_an_app_has_a_forgotten_gpu(known=known)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1", gpu_id("n1", 1): "cyd-1"})
+    effects = site.wait(SETTINGS.node_timeout_s - 12.0)
+    assert {words.app: words.leases for words in sent(effects, Holdings)}["bob-1"] == ()
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
+    assert ("n2: lost: silent for 30 s" in notes(effects)) == known
+    site.arbiter.validate()
 
 
 def an_app_that_a_power_cut_has_taken_from_the_journal() -> tuple[Site, JobWish, NodePlan]:
@@ -580,6 +619,13 @@ def test_a_known_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(wh
         assert isinstance(site.gpu_state(jobs[0].gpus[0]), Draining)
     run = "another" if "another" in why else "r"
     assert taken(site.app("ana-1", demand=2, jobs=jobs, run=run, site=OURS)) == []
+
+
+def test_an_old_report_that_comes_late_proves_nothing_of_the_journal() -> None:
+    site, jobs, _newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    site.app("ana-1", demand=2, jobs=jobs[:1], run="r", site=OURS)
+    site.seqs["app-ana-1"] -= 1
+    assert taken(site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)) == []
 
 
 def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_journal() -> None:
