@@ -610,13 +610,15 @@ def test_a_known_app_with_a_gpu_whose_grant_is_lost_has_the_arbiter_listen_befor
     ]
 
 
-@pytest.mark.parametrize("why", ["it leaves the GPU", "it is another app"])
+@pytest.mark.parametrize("why", ["it leaves the GPU", "it is parked there", "it is another app"])
 def test_a_known_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
     site, jobs, _newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
     if "leaves" in why:
         jobs = [replace(jobs[0], attempt=1)]
         site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
         assert isinstance(site.gpu_state(jobs[0].gpus[0]), Draining)
+    if "parked" in why:  # world 82049: so says the app once its lease is over, and its task parked
+        jobs = [jobs[0], replace(jobs[1], suspended=True)]
     run = "another" if "another" in why else "r"
     assert taken(site.app("ana-1", demand=2, jobs=jobs, run=run, site=OURS)) == []
 

@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
@@ -79,6 +80,14 @@ class Bench:
 
     async def trains(self, order: TaskOrder, steps: int = 3) -> TaskStatus:
         return await self.status(order, lambda status: status.phase == "running" and status.step >= steps)
+
+    async def step_after(self, order: TaskOrder, seconds: float) -> int:
+        """Take in all reports until so many seconds are over; return the task's mini-batch by then."""
+        by = time.monotonic() + seconds
+        report = await self.node.report(lambda _report: time.monotonic() > by, patience_s=seconds + PATIENCE_S)
+        status = find_task(report, order.task)
+        assert status is not None
+        return status.step
 
     async def ended(self, order: TaskOrder) -> TaskStatus:
         return await self.status(order, lambda status: status.phase == "exited")
@@ -460,6 +469,36 @@ async def test_a_restart_of_the_node_agent_or_the_launcher_leaves_training_untou
         await bench.plan()
         await bench.node.report(lambda report: not report.tasks)
         assert not bench.is_there(processes[1])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+async def test_a_launcher_that_stands_still_for_two_minutes_fails_what_is_to_start_and_nothing_else(
+    bench: Bench,
+) -> None:
+    """A node agent waits 90 s for its answer. What it has given up by then is not begun as the launcher wakes up."""
+    trains, late = bench.task("alice", "work"), bench.task("bob", "work")
+    await bench.plan(trains)
+    await bench.trains(trains)
+    show = ("systemctl", "show", "--value", "--property=MainPID", "gpu-arbiter-launcher")
+    launcher = bench.host.run(*show).strip()
+    bench.host.run("kill", "-STOP", launcher)
+    try:
+        await bench.plan(trains, late)
+        steps = [await bench.step_after(trains, 60.0) for _ in range(2)]
+        assert 0 < steps[0] < steps[1], "training goes on, and the node agent tells of it"
+    finally:
+        bench.host.run("kill", "-CONT", launcher)
+    ended = await bench.ended(late)
+    assert (ended.outcome, "does not answer (timed out)" in ended.reason) == ("failed", True)
+    assert bench.host.run(*show).strip() == launcher
+    again = bench.task("bob", "work")
+    await bench.plan(trains, again)
+    await bench.trains(again)
+    assert {int(pid) for pid in bench.host.run("pgrep", "-u", "bob", ".").split()} == {*bench.processes(again)}
+    for task in (trains, again):
+        await bench.want(task, "stop", grace_s=0.1)
+        assert (await bench.ended(task)).outcome == "stopped"
 
 
 @pytest.mark.full

@@ -73,13 +73,15 @@ def speaks_for(sender: Party, report: AppReport) -> bool:
 def unknown_gpus(state: State, app: App | None, report: AppReport) -> set[GpuId]:
     """Return the GPUs on which an app has put jobs, though by our state they were never its own: we lost their leases.
 
-    `app` is the app as we know it. GPUs that it had when it was heard last, or is leaving, prove nothing.
+    `app` is the app as we know it. GPUs that it had when it was heard last, or is leaving, prove nothing, nor do those
+    where a job is parked: it has lost their leases.
     """
     over = app is not None and isinstance(app.state, Settled | model.Refused)
     if report.state != "active" or over or (app is not None and report.run != app.run):
         return set()
     before = {(job.id, job.attempt, job.gpus) for job in app.jobs} if app is not None else set()
-    put = (job.gpus for job in report.jobs if (job.job, job.attempt, job.gpus) not in before)
+    news = (job for job in report.jobs if app is None or not job.suspended)
+    put = (job.gpus for job in news if (job.job, job.attempt, job.gpus) not in before)
     return {gpu for gpus in put for gpu in gpus if _holder(state, gpu) != report.app}
 
 
