@@ -225,10 +225,12 @@ class Checks:
         self._judge_levels(world, used)
 
     def _judge_arrays(self, world: World, running: Mapping[AppId, set[JobId]]) -> None:
-        for sim_app in world.apps.values():
-            jobs, most = running.get(sim_app.id, set()), sim_app.spec.at_once
+        for app, jobs in running.items():
+            if len(jobs) == 1:
+                continue
+            most = world.apps[app.rpartition("-")[0]].spec.at_once
             if len(jobs) > most:
-                raise Violation(f"{sim_app.id} runs {sorted(jobs)} at once, and may run {most}", sim_app.id, *jobs)
+                raise Violation(f"{app} runs {sorted(jobs)} at once, and may run {most}", app, *jobs)
 
     def _judge_levels(self, world: World, used: Mapping[tuple[AppId, JobId, int], Sequence[Gpu]]) -> None:
         for (app, job, _), gpus in used.items():
@@ -242,10 +244,10 @@ class Checks:
     def _judge_devices(self, world: World) -> None:
         together: set[frozenset[TaskId]] = set()
         for node in world.nodes.values():
-            host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
-            if 0 < node.traits.host_bytes < host_bytes:
-                allowed = node.traits.host_bytes
-                raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
+            if allowed := node.traits.host_bytes:
+                host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
+                if host_bytes > allowed:
+                    raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
             for gpu, here in node.on.items():
                 if not here:
                     continue
@@ -313,9 +315,10 @@ class Checks:
             if not actor.up or actor.held is not None:
                 continue
             waiting = [task for task in actor.core.tasks() if _waits(task)]
+            there = _on_devices(actor.core.tasks()) if waiting else []
             for task in waiting:
                 since, others = self._hungry.get(task.id, (world.now, 0))
-                others = max(others, len(_group(task, actor.core.tasks())))
+                others = max(others, len(_group(task, there)))
                 if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, node, task):
                     since, others = world.now, 0
                 elif world.now - since > MOMENTS_S:
@@ -352,7 +355,7 @@ class Checks:
         broken = any(device in node.sick for device in task.devices) or not set(task.gpus) <= leased
         return broken or any(
             other.priority > task.priority or other.want != "run" or _stays(node, other)
-            for other in _group(task, actor.core.tasks())
+            for other in _group(task, _on_devices(actor.core.tasks()))
         )
 
     def _judge_wait(self, world: World, node: SimNode, task: Task, waited_s: float, others: int) -> None:
@@ -456,15 +459,17 @@ class Checks:
 
     def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
         """Judge what an event has changed of bookings."""
+        sales = [effect for effect in effects if type(effect) is Sell]
+        if not sales and not self._newest_sale[0]:  # nothing has ever been for sale
+            return
         bookings = {app.id: (app.state, app.booking) for app in state.apps.values()}
         if type(event) is Sold:
             if (event.epoch, event.number) != self._newest_sale and bookings != self._bookings:
                 raise Violation(f"the answer to sale {event.number} was used, and {self._newest_sale[1]} is the newest")
             self._judge_bookings(state)
         self._bookings = bookings
-        for effect in effects:
-            if type(effect) is Sell:
-                self._newest_sale = effect.epoch, effect.number
+        for sale in sales:
+            self._newest_sale = sale.epoch, sale.number
 
     def _judge_bookings(self, state: State) -> None:
         booked: Counter[tuple[int, str]] = Counter()
@@ -697,9 +702,14 @@ def _stays(node: SimNode, task: Task) -> bool:
     return hung or fixed or bool(task.facts.refused)
 
 
-def _group(task: Task, tasks: Sequence[Task]) -> list[Task]:
+def _on_devices(tasks: Sequence[Task]) -> list[tuple[Task, frozenset[GpuId]]]:
+    """Return the tasks that have not exited, each with its devices."""
+    return [(each, each.devices) for each in tasks if each.phase != "exited"]
+
+
+def _group(task: Task, there: Sequence[tuple[Task, frozenset[GpuId]]]) -> list[Task]:
     """Return the other tasks that take turns with `task`, directly or through others."""
-    far = [(each, each.devices) for each in tasks if each.id != task.id and each.phase != "exited"]
+    far = [pair for pair in there if pair[0].id != task.id]
     devices, found = set(task.devices), []
     while near := [pair for pair in far if pair[1] & devices]:
         far = [pair for pair in far if not pair[1] & devices]

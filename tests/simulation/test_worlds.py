@@ -483,6 +483,6 @@ def test_tasks_take_turns_with_each_other_also_through_others() -> None:
 
     first, middle, last, other = on("a", "g0"), on("b", "g0", "g1"), on("c", "g1"), on("d", "g2")
     gone = on("e", "g0", phase="exited")
-    tasks = [first, middle, last, other, gone]
-    assert checks._group(first, tasks) == [middle, last]
-    assert checks._group(other, tasks) == []
+    there = checks._on_devices([first, middle, last, other, gone])
+    assert checks._group(first, there) == [middle, last]
+    assert checks._group(other, there) == []
