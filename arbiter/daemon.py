@@ -307,6 +307,7 @@ class _Performer:
             alone=self._alone,
             ready=self._ready,
             restored=backup_in_words(float(restored), self._clock()) if restored else "",
+            epoch_in_ids=True,
         )
         self._journal.append(state.now, event)
         effects = self._arbiter.handle(event, state.now)

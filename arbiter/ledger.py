@@ -640,6 +640,8 @@ def _of_round(record: RoundRecord) -> list[Statement]:
         for each in record.claims
     ]
     return [
+        # A journal that has lost its end counts some rounds again: what was said of the lost ones goes.
+        *((f"DELETE FROM {table} WHERE round = ?", [(record.round,)]) for table in ("outcomes", "claims")),  # noqa: S608
         (_INSERT_ROUND, [(record.round, record.at, msgspec.msgpack.encode(record))]),
         (_INSERT_OUTCOME, [(outcome.app, record.round) for outcome in record.outcomes]),
         (_INSERT_CLAIM, claims),

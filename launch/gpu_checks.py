@@ -101,7 +101,10 @@ def _checkpoint(driver: str, proc: Path, *, launched: bool) -> Check:
         return Check(name, "note", found, "sysctl kernel.yama.ptrace_scope=0")
     if os.geteuid() != 0 and scope and not _has(CAP_SYS_PTRACE, proc):
         found = f"this user may not touch its other processes (kernel.yama.ptrace_scope is {scope}){off}"
-        mend = "sysctl kernel.yama.ptrace_scope=0, or AmbientCapabilities=CAP_SYS_PTRACE in the node agent's unit"
+        mend = (
+            "sysctl kernel.yama.ptrace_scope=0, or CAP_SYS_PTRACE in both CapabilityBoundingSet= and "
+            "AmbientCapabilities= of the node agent's unit"
+        )
         return Check(name, "note", found, mend)
     who = "tasks" if launched else "this user"
     return Check(name, "ok", f"driver {driver} can, and {who} may; a node agent tries it out at its start")

@@ -74,7 +74,7 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     seats_max
         Jobs that may share a GPU here, even if the arbiter allows more.
     host_memory_bytes
-        Host memory that the state of parked jobs may take; 0: half of the node's.
+        Host memory that the state of parked jobs may take; 0: half of the node's, or of what its control groups allow.
     memory_dir
         Folder in host memory (tmpfs) through which jobs move to other GPUs of this node; empty: by way of the disk.
     driver_checkpoint
@@ -196,7 +196,7 @@ def _check_launcher(node: NodeConfig, source: str) -> None:
     why = {
         "containment": (node.containment not in ("auto", "none"), "the launcher bounds each task"),
         "mps": (bool(node.mps), "a daemon of MPS serves one user only"),
-        "memory_dir": (bool(node.memory_dir), "checkpoints in host memory are of the node agent's own user"),
+        "memory_dir": (bool(node.memory_dir), "the node agent, which flushes them, may not write to users' folders"),
         "driver_checkpoint": (
             node.driver_checkpoint == "on" and str(node.gpus).startswith("simulated"),
             "the node agent can stop no process of another user",

@@ -220,6 +220,8 @@ async def _probe(config: NodeConfig, checkpointer: Checkpointer) -> str:
 
 
 def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id: str) -> NodeFacts:
+    # A container has a part of the host's.
+    total_bytes = min(psutil.virtual_memory().total, procfs.memory_limit_bytes())
     return NodeFacts(
         node=NodeId(config.node),
         rack=config.rack,
@@ -234,9 +236,9 @@ def _facts(config: NodeConfig, memory: _Memory, backend: DeviceBackend, boot_id:
         strangers=config.strangers,
         strangers_uid_min=config.strangers_uid_min,
         seats_max=config.seats_max,
-        host_bytes=config.host_memory_bytes or psutil.virtual_memory().total // 2,
+        host_bytes=config.host_memory_bytes or total_bytes // 2,
         cpus=float(psutil.cpu_count() or 0),
-        total_bytes=psutil.virtual_memory().total,
+        total_bytes=total_bytes,
         slice_overhead_max=config.slice_overhead_max,
         pack_gain_min=config.pack_gain_min,
     )

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from msgspec import Struct
 
 PROC = Path("/proc")
+GROUPS = Path("/sys/fs/cgroup")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
@@ -89,12 +92,42 @@ def uid(pid: int) -> int | None:
         return None
 
 
-def cgroups(pid: int) -> str:
+def cgroups(pid: int | str) -> str:
     """Return the lines that name the control groups of a process, empty if it is gone."""
     try:
         return (PROC / str(pid) / "cgroup").read_text()
     except OSError:
         return ""
+
+
+def memory_limit_bytes(pid: int | str = "self") -> int:
+    """Return the least memory limit of the control groups (version 2) of a process; `sys.maxsize` without one."""
+    return min((limit for _, limit in _memory_limits(pid)), default=sys.maxsize)
+
+
+def memory_left_bytes(pid: int | str = "self") -> int:
+    """Return the bytes that these limits leave, beyond which the kernel ends a process; `sys.maxsize` without one.
+
+    Pages of files count as left, since the kernel takes them back first.
+    """
+    left = sys.maxsize
+    for group, limit in _memory_limits(pid):
+        with suppress(OSError, ValueError):
+            used = int((group / "memory.current").read_text())
+            fields = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            files = int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
+            left = min(left, max(0, limit - used + files))
+    return left
+
+
+def _memory_limits(pid: int | str) -> Iterator[tuple[Path, int]]:
+    """Yield each control group of a process that has a limit, with the limit."""
+    path = next((line[3:] for line in cgroups(pid).splitlines() if line.startswith("0::")), None)
+    group = GROUPS / (path or "").lstrip("/")
+    while path is not None and group.is_relative_to(GROUPS):
+        with suppress(OSError, ValueError):  # no such file in the root group, and "max" is no number
+            yield group, int((group / "memory.max").read_text())
+        group = group.parent
 
 
 def with_variable(name: str) -> dict[int, str]:

@@ -39,7 +39,7 @@ NodeId = NewType("NodeId", _Id)
 #: A seat on a device: the device's UUID, ``GPU-...``, for its first seat, ``GPU-...+<n>`` for another. One seat is one
 #: lease. Unless GPUs are shared each has one seat, and the difference does not matter.
 GpuId = NewType("GpuId", _Id)
-#: ``<app>/<number>``.
+#: ``<app>/<epoch>.<number>``; an arbiter of an older version left the epoch out.
 LeaseId = NewType("LeaseId", Annotated[str, Meta(min_length=1, max_length=160, pattern=r"^[A-Za-z0-9_.:+@/-]*$")])
 RoundId = NewType("RoundId", Annotated[int, Meta(ge=0, le=2**53)])
 

@@ -424,7 +424,8 @@ class Shell(Generic[EventT, EffectT]):
         if journal is None or self._snapshot is None or self._takes_over:
             return
         if journal.writable and journal.since_snapshot >= after:
-            await self._wait_for(journal, partial(journal.snapshot, self._snapshot()))
+            # A takeover may append while a thread stores this state, which is that of now.
+            await self._wait_for(journal, partial(journal.snapshot, self._snapshot(), journal.end()))
 
     async def _wait_for(self, journal: Journal[Any], work: Callable[[], ResultT]) -> ResultT:
         """Have the journal do something; in a thread if another process is waited for, as others live on this loop."""

@@ -46,6 +46,7 @@ from node_agent.core.agent import NodeAgent
 from node_agent.core.events import LocalEvent, StartWorker
 from protocol.codec import decode, encode
 from protocol.core import Connected, Received, Send, Tick
+from protocol.journal import Deposed
 from protocol.messages import (
     ARBITER,
     AnyMessage,
@@ -113,6 +114,7 @@ class Actor:
         self.wakes_at = inf  #: when it wants its next tick, in the world's time
         self.queued_at = inf  #: the earliest entry for it in the queue, never later than that
         self.version = 0  #: grows when it is started anew: events for the former one are void
+        self.epoch = 0  #: of an arbiter: that in which it leads, as the store of the journal gave it out
         self.up = True
         self.log: Log | None = None  #: where its events are written down before they are handled
         self.held: list[Any] | None = None  #: events that came while its process stands still; None: it does not
@@ -181,6 +183,8 @@ class World:
     on_round: Callable[[RoundRecord], None] | None = None
     on_lease: Callable[[LeaseRecord], None] | None = None
     on_account: Callable[[AppRecord], None] | None = None
+    on_arbiter: Callable[[Actor], None] | None = None  #: told which arbiter performs, before it does
+    beside: Actor | None = None  #: a deposed arbiter, which hears all that is said to the leader
 
     def __init__(
         self,
@@ -223,7 +227,7 @@ class World:
         self._ready: deque[tuple[Actor, int, Any]] = deque()
         self._actors: dict[Party, Actor] = {}
         self._pending: dict[Party, list[LocalEvent]] = {}
-        self.epoch = 0
+        self.epoch = 0  #: the newest that the store of the arbiter's journal has given out
         self.arbiter = self._enrol(Actor(ARBITER, Arbiter()))
         if journal:
             self.arbiter.log = self.journal
@@ -252,7 +256,23 @@ class World:
     def lead(self) -> None:
         """Let the arbiter begin a new epoch."""
         self.epoch += 1
+        self.arbiter.epoch = self.epoch
         self._tell(self.arbiter, Connected(self.epoch))
+
+    def leads(self, arbiter: Actor) -> bool:
+        """Whether the store takes what this arbiter commits: no other has taken an epoch since."""
+        return arbiter.epoch == self.epoch
+
+    def assert_leads(self, arbiter: Actor) -> None:
+        """Raise `Deposed` unless this arbiter leads, as the store of the journal does at each write."""
+        if not self.leads(arbiter):
+            led = f"another arbiter leads in epoch {self.epoch}, and ours was {arbiter.epoch}"
+            raise Deposed(f"the imaginary store: {led}")
+
+    def take_epoch(self, arbiter: Actor, epoch: int) -> None:
+        """Let this arbiter lead on in `epoch`. Raises `Deposed` if it does not lead."""
+        self.assert_leads(arbiter)
+        self.epoch = arbiter.epoch = epoch
 
     def _add_node(self, spec: NodeSpec, traits: NodeTraits, *, talks: bool) -> None:
         party = Party("node", spec.id)
@@ -352,11 +372,33 @@ class World:
 
     def thaw(self, party: Party) -> None:
         """Let its process go on: it hears all events of the meantime."""
-        actor = self._actors[party]
+        self.go_on(self._actors[party])
+
+    def go_on(self, actor: Actor) -> None:
+        """Let a process go on that stands still, also that of an arbiter which nobody speaks to any more."""
         if actor.held is not None:
             held, actor.held = actor.held, None
             for event in (*held, Tick()):
                 self._tell(actor, event)
+
+    def take_over(self, core: Any) -> Actor:
+        """Let all speak to another arbiter from now on, that of `core`; return the former one, which lives on.
+
+        The caller lets the new one lead. The former has its clock and its timers, and hears nothing unless it is put
+        `beside` the leader.
+        """
+        leader = self.arbiter
+        former = Actor(ARBITER, leader.core, rate=leader.rate, offset_s=leader.offset_s)
+        former.epoch, former.held, former.wakes_at = leader.epoch, leader.held, leader.wakes_at
+        self._queue_tick(former)
+        self.stop(ARBITER)
+        self.start(ARBITER, core)
+        return former
+
+    def end(self, former: Actor) -> None:
+        """End the process of a former arbiter."""
+        former.up = False
+        former.version += 1
 
     # --- time -------------------------------------------------------------------------------------------------------
 
@@ -442,16 +484,22 @@ class World:
         effects = actor.core.handle(event, now)
         if self.watcher is not None and not self.watcher(actor, event, effects):
             return
-        for effect in effects:
-            if type(effect) is Send:
-                self._carry(actor.party, effect)
-            else:
-                self._perform(actor, effect)
+        self.perform(actor, effects)
         deadline = actor.core.deadline()
         wakes_at = inf if deadline is None else actor.when(deadline, self.now)
         actor.wakes_at = wakes_at
         if wakes_at < actor.queued_at:
             self._queue_tick(actor)
+
+    def perform(self, actor: Actor, effects: Sequence[Any]) -> None:
+        """Perform effects of a participant, in order."""
+        if actor.turn == _LAST and self.on_arbiter is not None:
+            self.on_arbiter(actor)
+        for effect in effects:
+            if type(effect) is Send:
+                self.carry(actor.party, effect)
+            else:
+                self._perform(actor, effect)
 
     def _queue_tick(self, actor: Actor) -> None:
         """Queue an actor's next tick; a deadline that moves on costs nothing until then."""
@@ -459,7 +507,8 @@ class World:
             actor.queued_at = actor.wakes_at
             heapq.heappush(self._queue, (actor.wakes_at, actor.turn, next(self._numbers), (actor, actor.version)))
 
-    def _carry(self, sender: Party, send: Send) -> None:
+    def carry(self, sender: Party, send: Send) -> None:
+        """Carry a message to its receiver, as the network carries it."""
         self.messages += 1
         message = send.message
         if type(message) is Holdings:
@@ -484,13 +533,15 @@ class World:
             self._tell(receiver, event)
         elif self.on_undelivered is not None:
             self.on_undelivered(receiver, event)
+        if self.beside is not None and receiver is self.arbiter:
+            self._tell(self.beside, event)
 
     def _perform(self, actor: Actor, effect: Any) -> None:
         match effect:
             case EventRecord() | StretchRecord() | ActRecord() | LossRecord():
                 pass  # for the ledger, which a world has not
             case Decide() | Sell():
-                self._ask_policy(effect)
+                self._ask_policy(actor, effect)
             case RoundRecord():
                 (self.rounds.append if self.on_round is None else self.on_round)(effect)
             case LeaseRecord():
@@ -500,7 +551,7 @@ class World:
                 if self.on_account is not None:
                     self.on_account(effect)
             case EpochTaken():
-                self.epoch = effect.epoch
+                self.take_epoch(actor, effect.epoch)
             case Note():
                 self.notes.append((self.now, effect))
             case Accepted(_, app):
@@ -519,8 +570,8 @@ class World:
                 assert isinstance(actor.core, NodeAgent), f"no participant performs {effect}"
                 self.nodes[NodeId(actor.party.id)].perform(effect)
 
-    def _ask_policy(self, effect: Decide | Sell) -> None:
-        arbiter, version = self.arbiter, self.arbiter.version
+    def _ask_policy(self, arbiter: Actor, effect: Decide | Sell) -> None:
+        version = arbiter.version
         answer = sell(effect) if isinstance(effect, Sell) else decide(effect)
 
         def answered() -> None:

@@ -136,7 +136,7 @@ class AppAgent:
         """Follow the arbiter's newest word on leases and tasks, unless it changes nothing."""
         state = self.state
         before, probed = (state.held, state.jobs, state.over), state.probes
-        if holdings.knows_less(self.app, message):
+        if holdings.disbelieve(self.app, message):
             return self._follow(now, restate=True)  # it is told, and speaks again
         if not holdings.take(self.app, message, now):
             return []
@@ -159,6 +159,7 @@ class AppAgent:
 
     def validate(self) -> None:
         """Assert the promises that always hold for the state."""
+        self.app.validate()
         state = self.state
         claimed = [gpu for job in state.jobs if isinstance(job.state, Placed) for gpu in job.state.gpus]
         assert len(claimed) == len(set(claimed)), f"{state.app} put two jobs on one GPU: {claimed}"

@@ -11,6 +11,7 @@ from statistics import median
 from typing import Literal
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from app_agent.core.model import AppState, Done, Failed, Job, Suspended, Waiting
 from app_agent.core.spec import AppSpec
@@ -53,11 +54,21 @@ class App:
 
     @property
     def facts(self) -> Facts:
-        """The facts of the present jobs and search; both are replaced, never changed, so identity tells."""
+        """The facts of the present jobs and search; both are replaced, never changed, and equal ones have the same."""
         state, facts = self.state, self._facts
         if facts is None or facts.jobs is not state.jobs or facts.search is not state.search:
-            facts = self._facts = _derive(state, self.scheduler)
+            if facts is not None and (facts.jobs, facts.search) == (state.jobs, state.search):
+                facts = replace(facts, jobs=state.jobs, search=state.search)  # it is told at once from now on
+            else:
+                facts = _derive(state, self.scheduler)
+            self._facts = facts
         return facts
+
+    def validate(self) -> None:
+        """Assert that the facts are those of the present jobs and search."""
+        assert self.facts == replace(
+            _derive(self.state, self.scheduler), jobs=self.facts.jobs, search=self.facts.search
+        )
 
     @property
     def job_demand_max(self) -> int:

@@ -41,13 +41,20 @@ def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
     return True
 
 
-def knows_less(app: App, message: Grant | Preempt | Holdings) -> bool:
-    """Whether the arbiter has forgotten a report that one acknowledged: its journal is older, and not to be believed.
+def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
+    """Return whether the arbiter has forgotten what one before it heard or said: its journal is older.
 
-    What it does not know of would count as gone, and be begun anew, before any node has told it what runs.
+    What it does not know of would count as gone, and be begun anew, before any node has told it what runs. Words are
+    counted on from epoch to epoch, so that a newer one with an older number shows that some were forgotten. From then
+    on an arbiter is believed only when it has heard the newest report.
     """
-    is_newer = (message.epoch, message.seq) > app.state.view
-    return isinstance(message, Holdings) and is_newer and message.acked < app.state.acked
+    state = app.state
+    if not isinstance(message, Holdings) or (message.epoch, message.seq) <= state.view:
+        return False
+    epoch, seq = state.view
+    if message.epoch > epoch and message.seq <= seq:
+        state.acked = state.seq
+    return message.acked < state.acked
 
 
 def _hold(app: App, terms: Iterable[LeaseTerms]) -> None:

@@ -73,7 +73,7 @@ class Configured(Struct, frozen=True, tag=True):
 
     `site` is the journal's; `adopt` says that the first site which is heard is to take its place, `alone` that no
     other process can be on the bus. `restored` names the backup that the journal was restored from, with its age. See
-    `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows.
+    `arbiter.core.members.site`. Unless the solver is `ready`, `SolverReady` follows. `epoch_in_ids`: see `State`.
     """
 
     settings: ArbiterSettings
@@ -82,6 +82,7 @@ class Configured(Struct, frozen=True, tag=True):
     alone: bool = False
     ready: bool = True
     restored: str = ""
+    epoch_in_ids: bool = False
 
 
 class SolverReady(Struct, frozen=True, tag=True):
@@ -193,7 +194,7 @@ class Arbiter:
         """Return when the next `Tick` is wanted: a phase ends, a lease ends, a node is overdue, or the beat is due."""
         state = self.state
         if state.listens_until is not None:
-            return state.listens_until
+            return site.deadline(state)
         candidates = [phases.deadline(state, self._index), leases.next_expiry(self._index), self._index.overdue_at]
         if state.nodes or state.apps:
             candidates.append(state.beat_at + state.settings.beat_s)
@@ -238,6 +239,7 @@ class Arbiter:
                 self.state.adopting, self.state.alone = event.adopt, event.alone
                 self.state.solver_ready = event.ready
                 self.state.restored = event.restored or self.state.restored
+                self.state.epoch_in_ids = event.epoch_in_ids
                 if settings != self.state.settings:
                     before, self.state.settings = self.state.settings, settings
                     sales.rebook_all(turn, before)

@@ -250,7 +250,8 @@ class View(Struct, frozen=True):
     takeable: tuple[GpuView, ...] = ()
     holders: tuple[AppView, ...] = ()  #: their holders
     emptying: tuple[GpuView, ...] = ()  #: GPUs that will be free within a moment, told while an interactive app waits
-    tenants: Mapping[TenantId, TenantView] = {}  #: all that have ever had an app, or have terms
+    #: All that have ever had an app, or have terms; none where the policy does not look at them.
+    tenants: Mapping[TenantId, TenantView] = {}
     #: How long the policy may search for its decision, with what explains it. Counted in steps of work, so that equal
     #: rounds end equally whatever the node is doing; when it runs out, `Allocation.facts` and the reasons say so.
     budget_ms: float = 500.0
@@ -449,6 +450,7 @@ class Policy(ABC):
     traits: Traits  #: of the class; its settings may choose another tenure
     #: It keeps some nodes for some apps, so its view must say what nodes have, whether or not any app asks for it.
     reserves_nodes: bool = False
+    sees_tenants: bool = True  #: its decisions may depend on the GPU time of tenants, so its view must show that
     slot_s: float = 0.0  #: how long a slot is, of a policy that sells
 
     def __init__(self, settings: PolicySettings | None = None) -> None:  # noqa: B027 - most policies have none

@@ -112,7 +112,8 @@ def _in_words(figures: dict[str, Any]) -> str:
     used = figures["used"]
     return (
         f"{figures['passed']} of {plural(figures['worlds'], 'world')} passed: {figures['events']} events, "
-        f"{figures['restarts']} restarts; apps: {apps}; {figures['waiting']} could not finish, all for a known reason\n"
+        f"{figures['restarts']} restarts, {figures['deposed']} former leaders refused; apps: {apps}; "
+        f"{figures['waiting']} could not finish, all for a known reason\n"
         f"after the faults they needed at most {used['seconds']:.0%} of the time that they may take, "
         f"{used['messages']:.0%} of the messages, {used['rounds']:.0%} of the rounds; {figures['cpu_s']:.1f} s CPU"
     )

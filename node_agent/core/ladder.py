@@ -85,9 +85,13 @@ def _driven(node: NodeState, task: Task, ladder: Ladder) -> Suspending:
 
 
 def may_ask_later(node: NodeState, task: Task) -> bool:
-    """Whether time is left to ask the driver once more to suspend a task; an order to leave after a rest brings new."""
+    """Whether the driver is to be asked once more to suspend a task.
+
+    One that is to leave has its grace for that, also after a rest. One that is to rest has no end: meanwhile it trains.
+    """
     state = task.state
-    return isinstance(state, Suspending) and (node.now < state.ask_by or state.wish != task.want)
+    rests = task.want == "run"
+    return isinstance(state, Suspending) and (rests or node.now < state.ask_by or state.wish != task.want)
 
 
 def ask_driver_later(node: NodeState, task: Task, reason: str) -> None:
@@ -96,7 +100,8 @@ def ask_driver_later(node: NodeState, task: Task, reason: str) -> None:
     It is not taken for running, also if it may keep its GPUs by now: a launcher whose answer was lost may have begun.
     """
     assert isinstance(task.state, Suspending)
-    ladder = Ladder("unasked", min(node.now + ASK_AGAIN_S, task.state.ask_by))
+    later = node.now + ASK_AGAIN_S
+    ladder = Ladder("unasked", later if task.want == "run" else min(later, task.state.ask_by))
     node.enter_state(
         task, replace(task.state, ladder=ladder, obstacle=reason), f"the driver could not be asked: {reason}"
     )

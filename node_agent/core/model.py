@@ -74,7 +74,10 @@ class Running(Struct, frozen=True):
 
 
 class Suspending(Struct, frozen=True):
-    """Ordered to park, or being checkpointed by the driver, which is asked until `ask_by` while it cannot be asked."""
+    """Ordered to park, or being checkpointed by the driver.
+
+    While the driver cannot be asked, it is asked again: for a task that is to leave until `ask_by`.
+    """
 
     ladder: Ladder
     by_driver: bool = False

@@ -33,6 +33,7 @@ class Gpm:
 
     def __init__(self, nvml: Any, metrics: Sequence[int], clock: Callable[[], float] = time.monotonic) -> None:
         self._nvml = nvml
+        self._errors = (nvml.NVMLError, nvml.NVMLLibraryMismatchError)
         self._metrics = tuple(metrics)
         self._clock = clock
         self._supported: dict[GpuId, bool] = {}
@@ -49,7 +50,7 @@ class Gpm:
                 self._supported[gpu] = bool(nvml.nvmlGpmQueryDeviceSupport(handle).isSupportedDevice)
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
                 self._supported[gpu] = False
-            except nvml.NVMLError:
+            except self._errors:
                 self._again_s[gpu] = self._clock() + AGAIN_S
                 return False
         return self._supported[gpu]
@@ -73,7 +74,7 @@ class Gpm:
         except (self._nvml.NVMLError_NotSupported, self._nvml.NVMLError_FunctionNotFound):
             self._supported[gpu] = False  # as under MIG
             self._drop(gpu)
-        except self._nvml.NVMLError:
+        except self._errors:
             self._again_s[gpu] = now_s + AGAIN_S
         return None
 
@@ -87,7 +88,7 @@ class Gpm:
         sample = nvml.nvmlGpmSampleAlloc()
         try:
             nvml.nvmlGpmSampleGet(handle, sample)
-        except nvml.NVMLError:
+        except self._errors:
             nvml.nvmlGpmSampleFree(sample)
             raise
         return sample

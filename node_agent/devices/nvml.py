@@ -144,6 +144,7 @@ class NvmlBackend:
         self._listen_at_s = 0.0
         self._open = False
         self._gpus: dict[GpuId, _Gpu] = {}
+        self._others: set[GpuId] = set()  #: they are here, and not to be used
         self._links: dict[tuple[GpuId, GpuId], LinkKind] = {}
         self.driver = ""
         try:
@@ -255,14 +256,24 @@ class NvmlBackend:
         missing = sorted(
             self._only - {name for index, gpu in enumerate(found) for name in (str(index), gpu.device.gpu)}
         )
-        if missing:
+        silent = sum(gpu.handle is None for gpu in found)  # each may be one whose UUID is named
+        if len(missing) > silent or any(name.isdecimal() for name in missing):
             there = ", ".join(f"{index} ({gpu.device.gpu})" for index, gpu in enumerate(found))
             raise DeviceError(f"gpus names the GPU {missing[0]!r}, which is not here; there are {there}")
-        self._arrange([gpu for index, gpu in enumerate(found) if self._is_wanted(index, gpu.device.gpu)])
+        self._arrange(self._wanted(found))
         self._listen()
 
-    def _is_wanted(self, index: int, gpu: GpuId) -> bool:
-        return not self._only or bool(self._only & {str(index), gpu})
+    def _wanted(self, found: Sequence[_Gpu]) -> list[_Gpu]:
+        """Return the GPUs to use; one without an answer, too, if it may be one whose UUID is named. Note the others."""
+        here = {gpu.device.gpu for gpu in found}
+        unfound = any(not name.isdecimal() and name not in here for name in self._only)
+        wanted = [
+            gpu
+            for index, gpu in enumerate(found)
+            if not self._only or self._only & {str(index), gpu.device.gpu} or (unfound and gpu.handle is None)
+        ]
+        self._others = here - {gpu.device.gpu for gpu in wanted}
+        return wanted
 
     def _described(self, index: int) -> _Gpu:
         """Return a GPU; if it does not answer, one without a handle and without memory."""
@@ -309,7 +320,7 @@ class NvmlBackend:
         except self._errors as error:
             raise DeviceError(f"NVML cannot be opened again ({error})") from error
         self._open = True  # else it is tried again at the next question
-        now = {gpu.device.gpu: gpu for index, gpu in enumerate(found) if self._is_wanted(index, gpu.device.gpu)}
+        now = {gpu.device.gpu: gpu for gpu in self._wanted(found)}
         answering = {name: gpu for name, gpu in now.items() if gpu.handle is not None}
         kept = [gpu for gpu in self._gpus.values() if gpu.handle is not None or gpu.device.gpu in now]
         for gpu in kept:
@@ -577,7 +588,7 @@ class NvmlBackend:
     def _comes_back(self) -> bool:
         """Whether another process gets an answer from a GPU that is silent here, or that has never answered here."""
         unreached = any(gpu.handle is None for gpu in self._gpus.values())
-        found = [self._gpus.get(GpuId(gpu)) for gpu in self._look.answering()]
+        found = [self._gpus.get(GpuId(gpu)) for gpu in self._look.answering() - self._others]
         return any(unreached if gpu is None else self._silent(gpu) for gpu in found)
 
     def _known(self, gpu: GpuId) -> _Gpu:

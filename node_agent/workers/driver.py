@@ -29,7 +29,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -129,7 +129,18 @@ def open_checkpointer(backend: DeviceBackend, state_dir: Path, launched: Launche
     """Return the checkpointer for the GPUs of `backend`; with `launched` for tasks that a launcher has started."""
     if isinstance(backend, SimulatedBackend):
         return SimulatedCheckpointer(backend)
-    return DriverCheckpointer(state_dir, DriverFacts.read(backend.driver), launched=launched)
+    gpus = [device.gpu for device in backend.devices()]
+    facts, used = DriverFacts.read(backend.driver), partial(_gpu_bytes, backend)
+    return DriverCheckpointer(state_dir, facts, launched=launched, gpus=gpus, used=used)
+
+
+def _gpu_bytes(backend: DeviceBackend, pids: Collection[int]) -> int:
+    """Return the GPU memory of some processes, as far as the driver tells it. Waits for the driver."""
+    found = 0
+    for device in backend.devices():
+        with suppress(DeviceError):
+            found += sum(each.memory_bytes for each in backend.processes(device.gpu) if each.pid in pids)
+    return found
 
 
 # --- the driver's ---------------------------------------------------------------------------------------------------
@@ -199,6 +210,7 @@ class _Request(Struct, frozen=True, omit_defaults=True):
     pids: tuple[int, ...] = ()
     lock_s: float | None = None
     moves: Mapping[GpuId, GpuId] | None = None
+    gpus: tuple[GpuId, ...] = ()  #: those that a probe may use
 
 
 #: A user may have a helper that a launcher has started say anything; what it says goes into reports.
@@ -268,6 +280,10 @@ class DriverCheckpointer:
         The helper; tests give one with a played driver.
     launched
         Starts helpers in place of this process, but for a probe, which is of no task.
+    gpus
+        Those of this node agent, on one of which a probe is made; empty: all of the node.
+    used
+        Returns the GPU memory of some processes, bytes.
     """
 
     def __init__(
@@ -276,7 +292,11 @@ class DriverCheckpointer:
         facts: DriverFacts,
         command: Sequence[str] = (sys.executable, "-I", str(HELPER)),
         launched: LaunchedHelpers | None = None,
+        gpus: Sequence[GpuId] = (),
+        used: Callable[[Collection[int]], int] = lambda _: 0,
     ) -> None:
+        self._gpus = tuple(gpus)
+        self._used = used
         self._result = state_dir / "driver.json"
         self._lock = state_dir / "driver.lock"
         self._facts = facts
@@ -298,7 +318,7 @@ class DriverCheckpointer:
         known = read_json(self._result, ProbeResult)
         if known is not None and known.host == self._facts:
             return known.reason
-        answer, at = await self._ask(_Request("probe", PROBE_S))
+        answer, at = await self._ask(_Request("probe", PROBE_S, gpus=self._gpus))
         if answer is None:
             answer = _Line(ok=False, reason=f"the driver hung or crashed in '{at}' when it was tried")
         reason = "" if answer.ok else answer.reason
@@ -330,8 +350,19 @@ class DriverCheckpointer:
         """Checkpoint them; raises nothing."""
         if not pids:
             return Result(ok=False, again=True, reason="its processes have ended")
+        if lack := await asyncio.to_thread(self._lack_of_memory, pids):
+            return Result(ok=False, reason=lack)
         request = _Request("suspend", timeout_s, _sorted(pids), lock_s=min(LOCK_S_MAX, timeout_s * LOCK_SHARE))
         return await self._measured(request, "suspended")
+
+    def _lack_of_memory(self, pids: Sequence[int]) -> str:
+        """Say why the image of a task has no room within its own bounds, in which the driver puts it; empty: it has."""
+        left = min(map(procfs.memory_left_bytes, pids))
+        if left == sys.maxsize:
+            return ""
+        needed = self._used(pids)
+        told = f"its bound on host memory (memory_max_bytes) leaves {left >> 20} MiB, and it has {needed >> 20} on GPUs"
+        return told if needed > left else ""
 
     def why_bound(self) -> str:
         """Return what the versions of the driver and of cuda-bindings lack for moves, or a helper does."""
@@ -373,8 +404,8 @@ class DriverCheckpointer:
     async def _without_answer(self, request: _Request, at: str, wanted: Standing) -> Result:
         """Return the outcome after a helper hung or crashed."""
         reason = f"the driver hung or crashed in '{at}' and was given up after {request.timeout_s:.0f} s at most"
-        if at == "start":
-            return Result(ok=False, reason=reason)
+        if at == "start":  # the driver was asked of no process yet
+            return Result(ok=False, again=True, reason=reason)
         if at in ("checkpoint", "restore"):
             return Result(ok=False, lost=True, reason=reason)
         found = await self._find(request.pids)

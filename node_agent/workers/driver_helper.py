@@ -37,6 +37,7 @@ import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -54,6 +55,8 @@ PROBE_FREE_BYTES = 2 * 2**30
 PROBE_BYTES = 16 * 2**20
 PROBE_LOCK_S = 10.0
 TARGET_S = 120
+#: Of nvmlComputeMode_t: the mode that admits several processes.
+DEFAULT_MODE = 0
 
 NO_CUDA = "none of the task's processes uses CUDA"
 
@@ -104,7 +107,7 @@ class Driver:
     def initialise(self) -> None:
         """Initialise CUDA here: a restore needs it unless persistence mode is on, and nothing else does."""
         if not self._initialised:
-            self.call("start", 0, self.cuda.cuInit, 0)
+            self.call("init", 0, self.cuda.cuInit, 0)
             self._initialised = True
 
     def call(self, at: str, pid: int, function: Any, *arguments: Any) -> Any:
@@ -325,9 +328,21 @@ def first_of_chain(gpu: str, begin: dict[str, str]) -> str:
 
 
 def gpus_of_node() -> list[str]:
-    """Return the UUIDs of all GPUs that the kernel driver shows."""
+    """Return the UUIDs of all GPUs that the kernel driver shows.
+
+    Raises
+    ------
+    CannotBeDone
+        If NVML does not reach one of them, or MIG divides one.
+    """
     nvml = opened_nvml()
-    return [text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles(nvml)]
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+        if any(divided(nvml, handle) for handle in handles):
+            raise CannotBeDone("a GPU of this node is divided by MIG, and a move needs every GPU whole")
+        return [text(nvml.nvmlDeviceGetUUID(handle)) for handle in handles]
+    except nvml.NVMLError as error:
+        raise CannotBeDone(f"NVML does not name every GPU of this node ({error}), as a move needs") from error
 
 
 def opened_nvml() -> Any:
@@ -340,30 +355,55 @@ def opened_nvml() -> Any:
     return nvml
 
 
-def handles(nvml: Any) -> list[Any]:
-    """Return the handles of all GPUs."""
-    return [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
+def free_gpus(nvml: Any, gpus: list[str]) -> list[tuple[int, str, Any]]:
+    """Return those of `gpus`, or of all if it is empty, that a probe can use, each as (free bytes, UUID, handle).
+
+    A GPU of which NVML does not answer is left out: it says nothing of the others.
+
+    Raises
+    ------
+    CannotBeDone
+        If MIG divides all of them.
+    """
+    found, divided_ones = [], 0
+    for index in range(nvml.nvmlDeviceGetCount()):
+        with suppress(nvml.NVMLError):
+            handle = nvml.nvmlDeviceGetHandleByIndex(index)
+            name = text(nvml.nvmlDeviceGetUUID(handle))
+            if gpus and name not in gpus:
+                continue
+            if divided(nvml, handle):
+                divided_ones += 1
+            elif nvml.nvmlDeviceGetComputeMode(handle) == DEFAULT_MODE:
+                found.append((int(nvml.nvmlDeviceGetMemoryInfo(handle).free), name, handle))
+    if divided_ones and not found:
+        raise CannotBeDone("the GPUs of this node are divided by MIG, which the driver cannot checkpoint")
+    return found
 
 
-def probe(driver: Driver) -> Json:
-    """Suspend and resume a small process for real, and see its GPU memory go and come back unchanged."""
+def probe(driver: Driver, gpus: list[str]) -> Json:
+    """Suspend and resume a process on one of `gpus` for real, and see its GPU memory go and come back unchanged."""
     nvml = opened_nvml()
-    found = handles(nvml)
-    if any(divided(nvml, handle) for handle in found):
-        raise CannotBeDone("a GPU of this node is divided by MIG, which the driver cannot checkpoint")
-    free_bytes, index = max((int(nvml.nvmlDeviceGetMemoryInfo(h).free), -i) for i, h in enumerate(found))
-    if free_bytes < PROBE_FREE_BYTES:
-        return {"ok": False, "again": True, "reason": "no GPU had the 2 GiB free that a probe takes"}
-    handle = found[-index]
+    try:
+        free_bytes, gpu, handle = max(free_gpus(nvml, gpus), key=lambda found: found[0], default=(0, "", None))
+        if free_bytes < PROBE_FREE_BYTES:
+            return {"ok": False, "again": True, "reason": "no GPU had the 2 GiB free that a probe takes"}
+        return probe_on(driver, gpu, lambda pid: pid in pids_on(nvml, handle))
+    except nvml.NVMLError as error:
+        return {"ok": False, "again": True, "reason": f"NVML erred while the driver was tried ({error})"}
+
+
+def probe_on(driver: Driver, gpu: str, is_there: Callable[[int], bool]) -> Json:
+    """Try the driver out with a small process of this program's own on a GPU; `is_there` sees a process on it."""
     command = [sys.executable, "-I", sys.argv[0], json.dumps({"do": "target"})]
-    env = os.environ | {"CUDA_VISIBLE_DEVICES": text(nvml.nvmlDeviceGetUUID(handle))}
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": gpu}
     started: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
     with started as target:
         word, _, pid = target.stdout.readline().partition(" ")
         if word != "ready":
             return {"ok": False, "reason": "a process that takes 16 MiB of GPU memory could not be started"}
         try:
-            return try_out(driver, target, int(pid), lambda: int(pid) in pids_on(nvml, handle))
+            return try_out(driver, target, int(pid), lambda: is_there(int(pid)))
         finally:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
@@ -396,7 +436,7 @@ def divided(nvml: Any, handle: Any) -> bool:
 
 def pids_on(nvml: Any, handle: Any) -> list[int]:
     """Return the processes with a context on the GPU."""
-    return [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses(handle)]
+    return [int(process.pid) for process in nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)]
 
 
 def text(value: Any) -> str:
@@ -443,7 +483,7 @@ def answer(driver: Driver, request: Json) -> Json:
             case "find":
                 return find(driver, request.get("pids", []))
             case "probe":
-                return probe(driver)
+                return probe(driver, request.get("gpus", []))
             case unknown:
                 return {"ok": False, "reason": f"there is no operation {unknown!r}"}
     except (CannotBeDone, DriverError) as error:

@@ -20,7 +20,7 @@ from pathlib import Path
 import structlog
 from msgspec import Struct
 
-from node_agent.workers.records import file_name, read_json, write_json
+from node_agent.workers.records import file_name, read_json, room_bytes, write_json
 from protocol.messages import TaskId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
@@ -82,7 +82,8 @@ class Part(Struct, frozen=True):
 class Logs:
     """All logs under one state directory.
 
-    `bytes_max` bounds the room that each takes, 0: not bounded. `punch` is the kernel's own call but in tests.
+    `bytes_max` bounds the output that each keeps, 0: not bounded; twice that is the room that each may take on the
+    disk. `punch` is the kernel's own call but in tests.
     """
 
     def __init__(self, state_dir: Path, bytes_max: int = 0, punch: Punch = punch_hole) -> None:
@@ -152,9 +153,10 @@ class Logs:
 
     def _may_be_large(self, entry: os.DirEntry[str]) -> bool:
         try:
-            return entry.stat().st_size > self._bytes_max
+            found = entry.stat()
         except FileNotFoundError:
             return False
+        return found.st_size > self._bytes_max or room_bytes(found) > 2 * self._bytes_max
 
     def _bound(self, path: Path) -> None:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -163,6 +165,9 @@ class Logs:
             cut = self._cut_of(path, size)
             if size - (cut.end - cut.start) > self._bytes_max:
                 self._shorten(fd, path, size, cut)
+            if room_bytes(os.fstat(fd)) > 2 * self._bytes_max:
+                # Taken ahead, beyond the end: file systems do so for files that grow, but not for so much.
+                os.ftruncate(fd, os.fstat(fd).st_size)
             self._failing = False
         except OSError as error:
             if not self._failing:

@@ -46,7 +46,7 @@ from node_agent.core.events import (
     WorkerSaid,
     WorkerStarted,
 )
-from node_agent.devices import DeviceBackend
+from node_agent.devices import DeviceBackend, DeviceError
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.launcher.requests import Start
 from node_agent.workers import containment, doors, mps, trackers
@@ -230,7 +230,8 @@ class Workers:
         try:
             await self._check_door(effect.launch.terminal)
             memory = await asyncio.to_thread(self._offer_memory, effect)
-            spec = self._spec(effect, memory, await self._offer_mps(effect))
+            cpus = await asyncio.to_thread(self._near, effect.gpus)
+            spec = self._spec(effect, memory, await self._offer_mps(effect), cpus)
             if self._launcher is None:
                 started = await self._launch(spec)
             else:
@@ -433,7 +434,15 @@ class Workers:
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
-    def _spec(self, effect: StartWorker, memory: dict[str, str], offer: Offer) -> Spec:
+    def _near(self, gpus: Sequence[GpuId]) -> tuple[int, ...]:
+        """Return the cores near to these GPUs, none where it makes no difference. Waits for the driver."""
+        try:
+            return tuple(self._backend.cpus([device_of(gpu) for gpu in gpus]) or ())
+        except DeviceError as error:  # it hangs: the next measurement says so of the GPUs
+            log.warning("worker.cores_unknown", reason=str(error))
+            return ()
+
+    def _spec(self, effect: StartWorker, memory: dict[str, str], offer: Offer, cpus: tuple[int, ...]) -> Spec:
         launch, node = effect.launch, self._settings.node
         devices = [device_of(gpu) for gpu in effect.gpus]
         env = self._environment(effect) | self._backend.env(devices) | memory | offer.env
@@ -455,7 +464,7 @@ class Workers:
             log=str(self._logs.path(effect.task)),
             checkpoint_dir=launch.checkpoint_dir,
             run=launch.run,
-            cpus=tuple(self._backend.cpus(devices) or ()),
+            cpus=cpus,
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
             mps=offer.mark,
             uid=-1 if self._launcher is None or launch.warrant is None else launch.warrant.uid,

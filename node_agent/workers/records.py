@@ -149,15 +149,16 @@ class Record:
             return None
         return procfs.age_s(started.pid, started.start_ticks)
 
-    def lock(self) -> int:
-        """Return a descriptor that holds the lock, to be handed to the shim.
+    def lock(self, *, writable: bool = True) -> int:
+        """Return a descriptor that holds the lock, to be handed to the shim, which may be another user's.
 
         Raises
         ------
         BlockingIOError
             If a living shim holds it.
         """
-        fd = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        mode = os.O_RDWR if writable else os.O_RDONLY
+        fd = os.open(self.path / "lock", mode | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -203,7 +204,8 @@ class Records:
         """Empty the records of ends that have become too large: their tasks' users may write to them."""
         for path in self._workers.glob("*/exit.json"):
             with suppress(FileNotFoundError):
-                if path.stat().st_size > EXIT_BYTES_MAX:
+                found = path.stat()
+                if found.st_size > EXIT_BYTES_MAX or room_bytes(found) > 2 * EXIT_BYTES_MAX:
                     os.truncate(path, 0)
 
     def names(self) -> set[str]:
@@ -213,6 +215,11 @@ class Records:
     def remove(self, task: TaskId) -> None:
         """Forget a task."""
         shutil.rmtree(self.of(task).path, ignore_errors=True)
+
+
+def room_bytes(found: os.stat_result) -> int:
+    """Return the room that a file takes on its disk, also beyond its end, where a user may have taken some."""
+    return found.st_blocks * 512
 
 
 def file_name(task: TaskId) -> str:

@@ -120,8 +120,15 @@ class Journal(Protocol[EventT]):
         """Make all appended events durable. Raises `Deposed`, and then none of them is."""
         ...
 
-    def snapshot(self, blob: bytes) -> None:
-        """Store the state after the newest event, and prune the rows that no restart needs any more."""
+    def end(self) -> tuple[int, float]:
+        """Return `last_seq` and `last_now` of one moment."""
+        ...
+
+    def snapshot(self, blob: bytes, end: tuple[int, float] | None = None) -> None:
+        """Store the state that events led to, and prune the rows that no restart needs any more.
+
+        `end` was that of the journal when the state was; by default it is now, where nobody appends meanwhile.
+        """
         ...
 
     def span(self) -> tuple[float, float]:

@@ -261,18 +261,26 @@ class PostgresJournal(Generic[EventT]):
         leader, epoch = self.leader()
         return Deposed(f"{self.place}: {leader} leads in epoch {epoch}, and ours was {self._epoch}")
 
-    def snapshot(self, blob: bytes) -> None:
-        """Store the state after the newest event, and prune the rows that no restart needs any more."""
+    def end(self) -> tuple[int, float]:
+        """Return `last_seq` and `last_now` of one moment."""
+        with self._buffer_lock:
+            return self.last_seq, self.last_now
+
+    def snapshot(self, blob: bytes, end: tuple[int, float] | None = None) -> None:
+        """Store the state that events led to, and prune the rows that no restart needs any more.
+
+        `end` was that of the journal when the state was; by default it is now, where nobody appends meanwhile.
+        """
+        seq, now = end or self.end()
         self.commit()
         with self._database.unit() as cursor:
             self._fenced(cursor)
-            row = (self.last_seq, self.last_now, blob, checksum(self.last_seq, self.last_now, blob))
-            cursor.execute(_INSERT_SNAPSHOT, row)
+            cursor.execute(_INSERT_SNAPSHOT, (seq, now, blob, checksum(seq, now, blob)))
             newest = "SELECT seq FROM journal.snapshots ORDER BY seq DESC LIMIT %s"
             oldest = cursor.execute(newest, (self._snapshots_kept,)).fetchall()[-1]
             cursor.execute("DELETE FROM journal.snapshots WHERE seq < %s", oldest)
             cursor.execute("DELETE FROM journal.events WHERE seq <= %s", oldest)
-        self._snapshot_seq = self.last_seq
+        self._snapshot_seq = seq
 
     @property
     def since_snapshot(self) -> int:

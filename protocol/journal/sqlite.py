@@ -144,17 +144,25 @@ class SqliteJournal(Generic[EventT]):
             with self._using():
                 self._database.execute("COMMIT")
 
-    def snapshot(self, blob: bytes) -> None:
-        """Store the state after the newest event, and prune the rows that no restart needs any more."""
+    def end(self) -> tuple[int, float]:
+        """Return `last_seq` and `last_now` of one moment."""
+        return self.last_seq, self.last_now
+
+    def snapshot(self, blob: bytes, end: tuple[int, float] | None = None) -> None:
+        """Store the state that events led to, and prune the rows that no restart needs any more.
+
+        `end` was that of the journal when the state was; by default it is now.
+        """
+        seq, now = end or self.end()
         self._files.check()
         with self._using():
             self._begin()
-            row = (self.last_seq, self.last_now, blob, checksum(self.last_seq, self.last_now, blob))
+            row = (seq, now, blob, checksum(seq, now, blob))
             self._database.execute("INSERT OR REPLACE INTO snapshots (seq, now, state, sum) VALUES (?, ?, ?, ?)", row)
             self._prune()
             self._database.execute("COMMIT")
 
-        self._snapshot_seq = self.last_seq
+        self._snapshot_seq = seq
 
     @property
     def since_snapshot(self) -> int:

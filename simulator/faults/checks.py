@@ -28,6 +28,9 @@ process lived, or was not known to a journal that has lost its end. No participa
 checkpoints are outranked by those of its successor. And the younger attempt is ordered for the first time only while no
 older one has a process on a node that reports.
 
+*One leader.* No arbiter performs anything once another one leads, but what it had committed before, and the journal
+takes nothing from it. No two cores perform in one epoch.
+
 *No news from the past.* Node agents' fences never fall, the arbiter acts in the epoch in which it leads, and a
 decision rests on bids of its own round.
 
@@ -138,7 +141,8 @@ class Checks:
         self.forgotten: set[TaskId] = set()
         self.known_by = inf
         self._lost = 0  #: events that the arbiter's journal has lost after their effects were performed
-        self._overtakes_left = 0  #: for each loss, each node that has heard of an epoch may know a newer one once
+        self._overtakes_left = 0  #: for each loss: one for each node that knows of an epoch, and one for an app
+        self._leaders: dict[int, object] = {}  #: by epoch, the core that has performed in it
         self._named: set[TaskId] = set()
         self._ordered: dict[str, dict[TaskId, TaskOrder]] = defaultdict(dict)  #: by node, all that was ever ordered
         self._fences: dict[str, tuple[int, int]] = {}
@@ -171,6 +175,21 @@ class Checks:
             self._judge_idle(world)
         if self.instants % VALIDATE_EVERY == 0:
             self._validate_one(world, self.instants // VALIDATE_EVERY)
+
+    # --- arbiters -------------------------------------------------------------------------------------------------
+
+    def judge_commit(self, world: World, arbiter: Actor) -> None:
+        """Judge of whom the journal has taken events: of the leader."""
+        if arbiter is not world.arbiter:
+            raise Violation("events of a former leader stand in the journal", "arbiter")
+
+    def judge_leader(self, world: World, arbiter: Actor) -> None:
+        """Judge an arbiter that is about to perform effects: it leads, as the only one of its epoch."""
+        if arbiter is not world.arbiter:
+            raise Violation("a former leader performs what it has decided beside the next one", "arbiter")
+        epoch, core = arbiter.core.state.epoch, arbiter.core
+        if self._leaders.setdefault(epoch, core) is not core:
+            raise Violation(f"two arbiters have led in epoch {epoch}", "arbiter")
 
     # --- processes --------------------------------------------------------------------------------------------------
 
@@ -206,10 +225,12 @@ class Checks:
         self._judge_levels(world, used)
 
     def _judge_arrays(self, world: World, running: Mapping[AppId, set[JobId]]) -> None:
-        for sim_app in world.apps.values():
-            jobs, most = running.get(sim_app.id, set()), sim_app.spec.at_once
+        for app, jobs in running.items():
+            if len(jobs) == 1:
+                continue
+            most = world.apps[app.rpartition("-")[0]].spec.at_once
             if len(jobs) > most:
-                raise Violation(f"{sim_app.id} runs {sorted(jobs)} at once, and may run {most}", sim_app.id, *jobs)
+                raise Violation(f"{app} runs {sorted(jobs)} at once, and may run {most}", app, *jobs)
 
     def _judge_levels(self, world: World, used: Mapping[tuple[AppId, JobId, int], Sequence[Gpu]]) -> None:
         for (app, job, _), gpus in used.items():
@@ -223,10 +244,10 @@ class Checks:
     def _judge_devices(self, world: World) -> None:
         together: set[frozenset[TaskId]] = set()
         for node in world.nodes.values():
-            host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
-            if 0 < node.traits.host_bytes < host_bytes:
-                allowed = node.traits.host_bytes
-                raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
+            if allowed := node.traits.host_bytes:
+                host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
+                if host_bytes > allowed:
+                    raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
             for gpu, here in node.on.items():
                 if not here:
                     continue
@@ -294,9 +315,10 @@ class Checks:
             if not actor.up or actor.held is not None:
                 continue
             waiting = [task for task in actor.core.tasks() if _waits(task)]
+            there = _on_devices(actor.core.tasks()) if waiting else []
             for task in waiting:
                 since, others = self._hungry.get(task.id, (world.now, 0))
-                others = max(others, len(_group(task, actor.core.tasks())))
+                others = max(others, len(_group(task, there)))
                 if world.now - since > MOMENTS_S and self._has_to_wait(world, actor, node, task):
                     since, others = world.now, 0
                 elif world.now - since > MOMENTS_S:
@@ -333,7 +355,7 @@ class Checks:
         broken = any(device in node.sick for device in task.devices) or not set(task.gpus) <= leased
         return broken or any(
             other.priority > task.priority or other.want != "run" or _stays(node, other)
-            for other in _group(task, actor.core.tasks())
+            for other in _group(task, _on_devices(actor.core.tasks()))
         )
 
     def _judge_wait(self, world: World, node: SimNode, task: Task, waited_s: float, others: int) -> None:
@@ -437,15 +459,17 @@ class Checks:
 
     def judge_sales(self, state: State, event: object, effects: Sequence[object]) -> None:
         """Judge what an event has changed of bookings."""
+        sales = [effect for effect in effects if type(effect) is Sell]
+        if not sales and not self._newest_sale[0]:  # nothing has ever been for sale
+            return
         bookings = {app.id: (app.state, app.booking) for app in state.apps.values()}
         if type(event) is Sold:
             if (event.epoch, event.number) != self._newest_sale and bookings != self._bookings:
                 raise Violation(f"the answer to sale {event.number} was used, and {self._newest_sale[1]} is the newest")
             self._judge_bookings(state)
         self._bookings = bookings
-        for effect in effects:
-            if type(effect) is Sell:
-                self._newest_sale = effect.epoch, effect.number
+        for sale in sales:
+            self._newest_sale = sale.epoch, sale.number
 
     def _judge_bookings(self, state: State) -> None:
         booked: Counter[tuple[int, str]] = Counter()
@@ -467,11 +491,12 @@ class Checks:
         their way may be obeyed yet.
         """
         self._lost += lost
-        self._overtakes_left += len(self._fences) if lost else 0
+        self._overtakes_left += len(self._fences) + 1 if lost else 0
         for order in (order for orders in self._ordered.values() for order in orders.values() if lost):
             if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
                 self.forgotten.add(order.task)
         self._drained.clear()
+        self._leaders.clear()  # the store may have forgotten epochs, too
         self._listens = False
         for part in (self._records, self._accounts, self._stretches):
             part.clear()
@@ -677,9 +702,14 @@ def _stays(node: SimNode, task: Task) -> bool:
     return hung or fixed or bool(task.facts.refused)
 
 
-def _group(task: Task, tasks: Sequence[Task]) -> list[Task]:
+def _on_devices(tasks: Sequence[Task]) -> list[tuple[Task, frozenset[GpuId]]]:
+    """Return the tasks that have not exited, each with its devices."""
+    return [(each, each.devices) for each in tasks if each.phase != "exited"]
+
+
+def _group(task: Task, there: Sequence[tuple[Task, frozenset[GpuId]]]) -> list[Task]:
     """Return the other tasks that take turns with `task`, directly or through others."""
-    far = [(each, each.devices) for each in tasks if each.id != task.id and each.phase != "exited"]
+    far = [pair for pair in there if pair[0].id != task.id]
     devices, found = set(task.devices), []
     while near := [pair for pair in far if pair[1] & devices]:
         far = [pair for pair in far if not pair[1] & devices]

@@ -4,19 +4,19 @@ A daemon's journal is kept as bytes, as on a disk, written before an event is ha
 snapshot and handles the events after it again, their effects left out. Each restart asserts that the result is bit for
 bit the lost state. Where a site has a standby, an arbiter's core of its own has followed the journal all the time, and
 goes on instead. Where the journal has lost its end, no state of before can be asserted, and a standby begins anew.
+A standby may also take over from a leader that lives. Then the former leader goes on beside it, until the store refuses
+its next commit: it performs nothing of that, and begins anew as the standby.
 Node agents keep no journal: an imaginary node remembers the notes that a live one writes.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from random import Random
 from typing import Any, Literal
 
-import msgspec
 from msgspec.structs import replace
 
 from app_agent.core import host as app_host
@@ -40,6 +40,8 @@ from protocol.messages import (
     StandingValuation,
 )
 from simulator.faults.checks import Violation
+from simulator.faults.formers import Aside, Former
+from simulator.faults.journals import Effects, Record, Standby, Writer
 from simulator.faults.scenario import ADMIN, Fault, NetworkOptions, Options, facts_of
 from simulator.nodes import SimNode
 from simulator.workers import Worker
@@ -55,14 +57,13 @@ CALM_DELAY_S = 0.01
 DECIDE_CALM_S = 0.05  #: and a decision no longer than that
 #: Between two looks of a standby at the journal.
 FOLLOW_S = 0.5
-#: Events that no journal loses: the settings, and the first epoch.
-BEGINNING = 2
+#: From when a former leader's commit was refused until it follows the journal, as of `arbiter.daemon`.
+ANEW_S = 1.0
 #: A cut that lasts long enough for the live link to notice; then both ends restate everything when it is mended.
 NOTICED_S = 3.0
 
 
 Told = Callable[[Actor, Any, Sequence[Any]], object]  #: of an event and its effects
-Effects = Sequence[Any]  #: of one event
 
 
 class Network:
@@ -71,6 +72,7 @@ class Network:
     def __init__(self, options: NetworkOptions, seed: int) -> None:
         self.options = options
         self.calm = False
+        self.away = False  #: the arbiter is cut from all others
         self._dice = Random(f"network {seed}")  # noqa: S311 - repeatable, not secret
         self._cuts: Counter[tuple[Party, Party]] = Counter()
         self._arrivals: dict[tuple[Party, Party], float] = {}
@@ -80,7 +82,7 @@ class Network:
         link = (sender, receiver)
         if self.calm:
             return (self._in_turn(link, now, CALM_DELAY_S),)
-        if self._cuts[link]:
+        if self._cuts[link] or (self.away and ARBITER in link):
             return ()
         dice, options = self._dice, self.options
         if dice.random() < options.loss:
@@ -100,85 +102,6 @@ class Network:
         links = ((party, ARBITER), (ARBITER, party))
         for link in links if direction == 0 else links[direction - 1 : direction]:
             self._cuts[link] += change
-
-
-class Record:
-    """A participant's journal: its events as bytes, and a snapshot now and then."""
-
-    def __init__(self, core: Any, events: Any, every: int) -> None:
-        self._encode = msgspec.msgpack.Encoder().encode
-        self._decode = msgspec.msgpack.Decoder(events).decode
-        self._every = every
-        self._first: bytes = core.snapshot()
-        self._newest = (0, self._first)
-        self.entries: list[tuple[float, bytes]] = []
-
-    def append(self, entry: tuple[float, Any]) -> None:
-        """Write an event down."""
-        now, event = entry
-        self.entries.append((now, self._encode(event)))
-
-    def after(self, core: Any) -> None:
-        """Take a snapshot if it is time."""
-        if len(self.entries) - self._newest[0] >= self._every:
-            self._newest = (len(self.entries), core.snapshot())
-
-    def restore(self, kind: Any, *, from_zero: bool = False) -> Any:
-        """Return the core as its journal tells, as a daemon does when it starts; or from the very first event on."""
-        done, blob = (0, self._first) if from_zero else self._newest
-        core = kind(blob)
-        self.replay(core, done, len(self.entries))
-        return core
-
-    def lose(self, seconds: float, uncommitted: int) -> int:
-        """Forget what was written in the last `seconds`, and the last events that are `uncommitted`.
-
-        Return how many events that is besides these. The very first events stay.
-        """
-        committed = len(self.entries) - uncommitted
-        after = self.entries[-1][0] - seconds
-        kept = max(bisect_right(self.entries, after, hi=committed, key=lambda entry: entry[0]), BEGINNING)
-        del self.entries[kept:]
-        if self._newest[0] > kept:
-            self._newest = (0, self._first)
-        return max(0, committed - kept)
-
-    def effects(self, kind: Any) -> Iterator[Effects]:
-        """Yield the effects of all that is written, one event after the other, as they were at that time."""
-        core = kind(self._first)
-        for now, data in self.entries:
-            yield core.handle(self._decode(data), now)
-
-    def replay(self, core: Any, begin: int, end: int) -> None:
-        """Have a core handle the events from number `begin` on, up to `end` and without it; effects are left out."""
-        for now, data in self.entries[begin:end]:
-            core.handle(self._decode(data), now)
-
-
-class Standby:
-    """A second arbiter's core: it handles what stands in the leader's journal, and performs nothing."""
-
-    def __init__(self, record: Record) -> None:
-        self._record = record
-        self._done = len(record.entries)
-        self.core: Arbiter = record.restore(Arbiter.restored)
-
-    def follow(self) -> None:
-        """Take in what the leader has written since the last look."""
-        begin, self._done = self._done, len(self._record.entries)
-        self._record.replay(self.core, begin, self._done)
-
-    def agree(self, leader: Arbiter) -> None:
-        """Take in the rest of the journal.
-
-        Raises
-        ------
-        Violation
-            If the state is not the leader's then.
-        """
-        self.follow()
-        if self.core.snapshot() != leader.snapshot():
-            raise Violation("the standby has read all of the journal, and its state is not the leader's", "arbiter")
 
 
 class Liar(AppHost):
@@ -224,16 +147,24 @@ class FaultInjector:
         self.cancelled: set[str] = set()
         self.restarts = 0
         self.acts = 0
+        self.deposed = 0  #: former leaders whose next commit the store has refused
         self._mail: dict[Party, list[Received]] = {}
         self._doomed: dict[Party, float] = {}  #: ends at its next event, for so many seconds
         self._loss: Fault | None = None  #: of the end of the arbiter's journal, at its next start
         self._uncommitted = 0  #: events that stand in the arbiter's journal, of which nothing was performed
         #: Told the state and the effects of what is left, and how many events are lost whose effects were performed.
         self.on_loss: Callable[[State, Iterator[Effects], int], None] = lambda *_: None
+        self.on_commit: Callable[[Actor], None] = lambda *_: None  #: told whose events the journal has taken
+        self.on_aside: Aside = lambda *_: None  #: told what a former leader has handled, and that it is deposed
+        self._struck: Fault | None = None  #: the leader lives, and the standby takes over from it
+        self._stops: Fault | None = None  #: likewise: it stops between its next commit and the first effect
+        self._late: Effects = ()  #: of its last commit, which it performs when it goes on
+        self.former: Former | None = None  #: beside the leader, until it is deposed
         self._cuts: list[Fault] = []
         world.watcher = self._watch
         world.on_undelivered = self._keep
-        self._keep_record(world.arbiter, ArbiterEvent)
+        self.records[ARBITER] = record = Record(world.arbiter.core, ArbiterEvent, options.snapshot_every)
+        world.arbiter.log = self._writer = Writer(record, world, world.arbiter)
         self.standby = Standby(self.records[ARBITER]) if options.standby else None
         if self.standby is not None:
             world.after(FOLLOW_S, self._follow)
@@ -248,9 +179,6 @@ class FaultInjector:
             world.after(options.beat_s, partial(self._measure, node))
         world.at(options.calm_at, self._calm_down)
 
-    def _keep_record(self, actor: Actor, events: Any) -> None:
-        self.records[actor.party] = actor.log = Record(actor.core, events, self.options.snapshot_every)
-
     def _set_clock(self, actor: Actor) -> None:
         clock = dict(self.options.clocks).get(actor.party)
         if clock is not None:
@@ -261,7 +189,8 @@ class FaultInjector:
         sim_app = self.world.submit(f"app {number + 1}", app.spec, facts_of(app, self.options.seed))
         self._set_clock(sim_app.actor)
         sim_app.actor.core = self._host(sim_app.actor.party, sim_app.actor.core.snapshot())
-        self._keep_record(sim_app.actor, app_host.Event)
+        record = Record(sim_app.actor.core, app_host.Event, self.options.snapshot_every)
+        self.records[sim_app.actor.party] = sim_app.actor.log = record
 
     def _host(self, party: Party, blob: bytes) -> AppHost:
         """Return a restored app host, as honest as before."""
@@ -283,11 +212,18 @@ class FaultInjector:
 
     def _watch(self, actor: Actor, event: Any, effects: Sequence[Any]) -> bool:
         """Keep the journal; return False if the participant's process ends here, before it performs any effect."""
+        if actor is self.world.arbiter:
+            self._commit(self._writer, actor)
+        elif self.former is not None and actor is self.former.actor:
+            return self.former.may_perform(event, effects)
         for told in self._told:
             told(actor, event, effects)
         record = self.records.get(actor.party)
         if record is not None:
             record.after(actor.core)
+        if self._stops is not None and actor is self.world.arbiter:
+            self._stop_leader(self._stops, effects)
+            return False
         if actor.party not in self._doomed:
             return True
         self._uncommitted = int(actor.party == ARBITER)
@@ -308,15 +244,14 @@ class FaultInjector:
             return  # the fault comes before the app: nothing happens
         match fault.kind:
             case "crash":
-                if fault.midway:
-                    self._doomed[party] = fault.for_s
-                else:
-                    self._crash(party, fault.for_s)
+                self._end(fault)
+            case "depose":
+                self._depose(fault)
             case "stale":
                 self._lose_end(fault)
             case "freeze":
                 world.freeze(party)
-                world.after(fault.for_s, partial(world.thaw, party))
+                world.after(fault.for_s, partial(self._thaw, party))
             case "cut":
                 self._cut(fault)
             case "vanish":
@@ -341,20 +276,30 @@ class FaultInjector:
             case _:
                 self._harm_worker(fault)
 
+    def _end(self, fault: Fault) -> None:
+        if fault.midway:
+            self._doomed[fault.party] = fault.for_s
+        else:
+            self._crash(fault.party, fault.for_s)
+
     def _crash(self, party: Party, for_s: float) -> None:
         self._doomed.pop(party, None)
+        if party == ARBITER:
+            self._spare_leader()
         if self.world.actor(party).up:
             self.world.stop(party)
             self.world.after(for_s, partial(self._restart, party))
+
+    def _thaw(self, party: Party) -> None:
+        struck = self._struck if party == ARBITER and self._stops is None else None
+        if struck is None or struck.lives != "stopped":  # else it goes on no earlier than another one leads
+            self.world.thaw(party)
 
     def _lose_end(self, fault: Fault) -> None:
         """End the arbiter, at once or midway; its next start finds a journal that has lost its end."""
         if self.world.arbiter.up:
             self._loss = fault
-            if fault.midway:
-                self._doomed[ARBITER] = fault.for_s
-            else:
-                self._crash(ARBITER, fault.for_s)
+            self._end(fault)
 
     def _older(self, loss: Fault) -> Arbiter:
         """Return the arbiter as its journal tells that has lost its end; a standby begins anew with that, too."""
@@ -364,7 +309,10 @@ class FaultInjector:
         self.on_loss(core.state, record.effects(Arbiter.restored), lost)
         if loss.epochs_lost:
             self.world.epoch = core.state.epoch
-        if self.standby is not None:
+        if self.options.standby:
+            if self.former is not None:  # the store has been away, and so it begins anew
+                self.former.end()
+                self.former = None
             self.standby = Standby(record)
         return core
 
@@ -383,9 +331,7 @@ class FaultInjector:
             world.start(party, core)
             if party == ARBITER:
                 self._loss, self._uncommitted = None, 0
-                self._configure(restored="a backup" if loss is not None and loss.told else "")
-                world.epoch = max(world.epoch, core.state.epoch)  # it may have ended as it took a newer one
-                world.lead()
+                self._lead(restored="a backup" if loss is not None and loss.told else "")
             else:
                 self._look_up(world.apps[party.id], core)
                 world.tell(party, app_host.Configured(core.state.tenant, core.state.beat_s))
@@ -393,21 +339,32 @@ class FaultInjector:
         for event in self._mail.pop(party, ()):
             world.tell(party, event)
 
-    def _configure(self, *, restored: str) -> None:
-        """Let the arbiter take its settings in as it starts: until it leads no time passes for it, and it says nothing.
+    def _lead(self, *, restored: str = "") -> None:
+        """Let the arbiter begin to lead: it takes an epoch, and its settings in.
 
-        What it would say is said again as it begins to lead, and what it would ask is asked anew.
+        Until it leads no time passes for it, and it says nothing. What it would say is said again as it begins to lead,
+        and what it would ask is asked anew.
         """
-        arbiter = self.world.arbiter
+        world, arbiter = self.world, self.world.arbiter
+        world.epoch = max(world.epoch, arbiter.core.state.epoch)  # another one may have ended as it took a newer one
+        world.lead()
         now, event = arbiter.core.state.now, Configured(self.settings, self.options.site, restored=restored)
-        self.records[ARBITER].append((now, event))
+        self._writer.append((now, event))
         effects = arbiter.core.handle(event, now)
+        self._commit(self._writer, arbiter)
         for told in self._told:
             told(arbiter, event, effects)
 
+    def _commit(self, writer: Writer, arbiter: Actor) -> None:
+        """Write down what this arbiter has handled. Raises `Deposed` if the store refuses that."""
+        writer.commit()
+        self.on_commit(arbiter)
+
+    # --- standbys -------------------------------------------------------------------------------------------------
+
     def _follow(self) -> None:
-        assert self.standby is not None
-        self.standby.follow()
+        if self.standby is not None:
+            self.standby.follow()
         self.world.after(FOLLOW_S, self._follow)
 
     def _successor(self) -> Arbiter:
@@ -422,6 +379,66 @@ class FaultInjector:
         self.standby.agree(self.world.arbiter.core)
         core, self.standby = self.standby.core, Standby(self.records[ARBITER])
         return core
+
+    def _depose(self, fault: Fault) -> None:
+        """Let the standby take over from a leader that lives, if there is a standby at this time."""
+        if self.standby is None or self._struck is not None or not self.world.arbiter.up:
+            return
+        self._struck = fault
+        self.network.away = fault.lives == "cut"
+        if fault.lives == "stopped" and fault.midway:
+            self._stops = fault
+            return
+        if fault.lives == "stopped":
+            self.world.freeze(ARBITER)
+        self.world.after(fault.for_s, partial(self._succeed, fault))
+
+    def _stop_leader(self, fault: Fault, effects: Effects) -> None:
+        """Stop the leader after a commit and before its first effect."""
+        self._stops, self._late = None, effects
+        self.world.freeze(ARBITER)
+        self.world.after(fault.for_s, partial(self._succeed, fault))
+
+    def _spare_leader(self) -> None:
+        """Forget that the leader lives as another takes over: it ends, or is a former leader by now."""
+        self._struck = self._stops = None
+        self._late = ()
+        self.network.away = False
+
+    def _succeed(self, fault: Fault) -> None:
+        """Let the standby lead beside the former leader."""
+        world, record = self.world, self.records[ARBITER]
+        if self._struck is not fault:  # the leader has ended meanwhile
+            return
+        assert self.standby is not None
+        self.standby.agree(world.arbiter.core)
+        core, late, unheard = self.standby.core, self._late, world.arbiter.held or ()
+        self._spare_leader()
+        former = world.take_over(core)
+        if fault.lives == "token":  # it knows, decides nothing more, and has handled nothing that is not committed
+            world.end(former)
+            self.standby = Standby(record, former.core)
+        else:
+            told = self._commit, self.on_aside, self._stand_by
+            self.standby, self.former = None, Former(world, record, former, fault.lives, late, *told)
+            world.after(fault.lingers_s, self.former.go_on)
+        for event in unheard:  # it has acknowledged none of them
+            if isinstance(event, Received):
+                self._keep(world.arbiter, event)
+        self._lead()
+        for event in self._mail.pop(ARBITER, ()):
+            world.tell(ARBITER, event)
+
+    def _stand_by(self, former: Former) -> None:
+        """Let a former leader begin anew as the standby."""
+        assert former is self.former
+        self.deposed += 1
+        self.former = None
+        self.world.after(ANEW_S, self._begin_anew)
+
+    def _begin_anew(self) -> None:
+        if self.standby is None:
+            self.standby = Standby(self.records[ARBITER])
 
     def _look_up(self, sim_app: SimApp, core: AppHost) -> None:
         """Note the end of an app as its user would see it: its app agent may crash before it could report it."""
@@ -537,6 +554,10 @@ class FaultInjector:
         self._doomed.clear()
         for fault in list(self._cuts):
             self._mend(fault)
+        if self._struck is not None:
+            self._succeed(self._struck)
+        if self.former is not None:
+            self.former.go_on()
         for actor in [world.arbiter, *map(world.actor, self._agents())]:
             world.thaw(actor.party)
             self._restart(actor.party)

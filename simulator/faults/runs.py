@@ -26,6 +26,7 @@ from arbiter.core.seam import Traits
 from arbiter.core.state.model import App
 from protocol.core import Received, Send
 from protocol.gpu_kinds import counted, suits, wishes_kind
+from protocol.journal import JournalError
 from protocol.messages import AppReport, Holdings, NodeId, NodePlan, NodeReport, Requirements
 from simulator.faults.checks import Checks, Violation, unsettled
 from simulator.faults.injector import FaultInjector, Network
@@ -90,6 +91,7 @@ class WorldVerdict(Struct, frozen=True):
     rounds: int
     events: int
     restarts: int
+    deposed: int  #: former leaders whose commit was refused beside the next one
     outcomes: dict[str, int]  #: apps by the state of their record
     waiting: dict[str, str]
     cpu_s: float
@@ -166,6 +168,10 @@ class _Run:
         told = [] if tell is None else [_Teller(self.world, tell)]
         self.injector = FaultInjector(self.world, options, self.network, told=[*told, self._judge])
         self.injector.on_loss = self.checks.forget
+        self.injector.on_commit = partial(self.checks.judge_commit, self.world)
+        self.world.on_arbiter = partial(self.checks.judge_leader, self.world)
+        for teller in told:
+            self.injector.on_aside = teller.aside
         self.checks.known_by = options.calm_at + RECOVERY_S
         self.waiting: dict[str, str] = {}
         self.calm = (0, 0)  #: messages and rounds at the end of the faults
@@ -192,7 +198,7 @@ class _Run:
             self._run()
         except Violation as violation:
             wrong, objects = str(violation), violation.objects
-        except (AssertionError, LookupError, ValueError, TypeError, Stuck) as error:
+        except (AssertionError, LookupError, ValueError, TypeError, Stuck, JournalError) as error:
             # A core's own assertions count as well as the checks.
             wrong = f"{type(error).__name__}: {error}"
             objects = tuple(dict.fromkeys(_IDS.findall(wrong)))
@@ -211,6 +217,7 @@ class _Run:
             rounds=self.rounds - self.calm[1],
             events=world.events,
             restarts=self.injector.restarts,
+            deposed=self.injector.deposed,
             outcomes={state: outcomes.count(state) for state in sorted(set(outcomes))},
             waiting=self.waiting,
             cpu_s=time.process_time() - self.began_s,
@@ -358,6 +365,11 @@ class _Teller:
         line = f"{self._world.now:9.3f} {actor.party.user}: {_brief(event)}" + (f" => {done}" if done else "")
         self._tell(line)
 
+    def aside(self, former: Actor, event: Any) -> None:
+        """Tell what a former leader has handled, of which nothing is performed, or that it is deposed."""
+        what = f"stands by: {event}" if isinstance(event, JournalError) else _brief(event)
+        self._tell(f"{self._world.now:9.3f} former {former.party.user}: {what}")
+
 
 def _brief(thing: Any) -> str:
     """Return an event, effect or message in few words."""
@@ -397,6 +409,7 @@ def summary(verdicts: Sequence[WorldVerdict]) -> dict[str, Any]:
         "failed": [verdict.seed for verdict in verdicts if verdict.wrong],
         "events": sum(verdict.events for verdict in verdicts),
         "restarts": sum(verdict.restarts for verdict in verdicts),
+        "deposed": sum(verdict.deposed for verdict in verdicts),
         "apps": dict(sorted(sum((Counter(verdict.outcomes) for verdict in verdicts), Counter[str]()).items())),
         "waiting": sum(len(verdict.waiting) for verdict in verdicts),
         "used": {

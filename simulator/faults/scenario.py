@@ -30,6 +30,7 @@ from simulator.workers import NodeTraits
 
 Kind = Literal[
     "crash",  # a daemon's process ends and is started again; nodes and workers go on
+    "depose",  # a standby leads while the leader lives, and does not know of it
     "stale",  # the arbiter ends, and starts again with a journal that has lost its end
     "freeze",  # a daemon's process stands still (SIGSTOP, swapping, a debugger) and goes on
     "cut",  # no message passes between the arbiter and one agent, in one direction or both
@@ -49,6 +50,14 @@ Kind = Literal[
     "requeue",  # an app leaves its GPUs and waits behind all others
 ]
 
+#: How a former leader lives on as another takes over from it.
+Lives = Literal[
+    "stopped",  # its process stood still meanwhile: it goes on with what it was about to do
+    "cut",  # the broker cannot be reached, and it does not know yet
+    "slow",  # it hears what the leader hears, and its commit takes its time
+    "token",  # it knows that it has lost its token, and stands by at once
+]
+
 #: A policy that deals with all seats of shared GPUs itself, which worlds of such GPUs run more often than others.
 _SHARES = next(name for name, entry in sorted(POLICIES.items()) if entry.kind.traits.shares)
 #: Mini-batches per second where they matter to packing; elsewhere one, which is rougher on everything else.
@@ -61,6 +70,8 @@ DRAINS_MAX = 5
 HOLDS_MAX = 6
 TAKEOVERS_MAX = 4
 STANDBYS = 1 / 3  #: of the worlds have a second arbiter
+#: Of these, the part in which leaders live on; and then the part of the takeovers from one that does.
+FORMERS, FORMER = 1 / 2, 2 / 3
 #: Times that the journal loses its end in a world that has any, at most; and the part of the worlds that have some.
 LOSSES_MAX = 2
 STALE = 1 / 8
@@ -80,7 +91,8 @@ class Fault(Struct, frozen=True):
     `party` is the participant that it strikes, the arbiter where the kind needs none. `number` picks one of those
     present at that time: the GPU of a node, the worker on a node, or the direction of a cut (0 both, 1 to the arbiter,
     2 from it). A crash that is `midway` comes after the next event was written down and handled, and before any of its
-    effects. A stale journal has lost that event then, too: its commit had not ended.
+    effects. A stale journal has lost that event then, too: its commit had not ended. A leader that is deposed `midway`
+    has committed that event, and performs its effects when it goes on.
     """
 
     at: float
@@ -96,6 +108,8 @@ class Fault(Struct, frozen=True):
     lost_s: float = 0.0  #: of a stale journal: it knows nothing of so many seconds before its end
     told: bool = False  #: and it says so, as a backup does that was restored
     epochs_lost: bool = False  #: and neither does it know which epochs were led in since
+    lives: Lives = "stopped"  #: of a leader that is deposed: `for_s` later another one leads
+    lingers_s: float = 0.0  #: and it lives on for so long, at most
 
 
 class NetworkOptions(Struct, frozen=True):
@@ -692,7 +706,22 @@ def _takeovers(seed: int, options: Options) -> list[Fault]:
         if dice.random() < 1 / 3:
             again = min(options.calm_at, at + for_s + dice.uniform(0.0, 0.3))
             faults.append(Fault(again, "crash", for_s=0.0, midway=dice.random() < 0.5))
-    return faults
+    return _deposed(seed, faults)
+
+
+def _deposed(seed: int, takeovers: list[Fault]) -> list[Fault]:
+    """Return the takeovers, in some draws with leaders that live on; from dice of their own, so that the rest stays."""
+    dice = Random(f"former {seed}")  # noqa: S311 - repeatable, not secret
+    if dice.random() >= FORMERS:
+        return takeovers
+    return [_lives_on(dice, fault) if dice.random() < FORMER else fault for fault in takeovers]
+
+
+def _lives_on(dice: Random, fault: Fault) -> Fault:
+    lives: Lives = dice.choice(("stopped", "stopped", "cut", "slow", "token"))
+    return replace(
+        fault, kind="depose", lives=lives, lingers_s=dice.choice((0.0, 0.5, 5.0, 20.0)) * dice.uniform(0.5, 1.5)
+    )
 
 
 def has_stale_journal(seed: int) -> bool:

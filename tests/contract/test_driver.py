@@ -15,12 +15,15 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import structlog
 from msgspec.structs import replace
 
 from node_agent import daemon, procfs
 from node_agent.core.events import CheckpointProcess, ProcessCheckpointed
+from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers import driver, supervisors
 from node_agent.workers.driver import (
@@ -35,6 +38,7 @@ from node_agent.workers.driver import (
 from node_agent.workers.driver_helper import CannotBeDone, permutation
 from node_agent.workers.manager import Settings
 from protocol.messages import GpuId, TaskId
+from tests.support.node_site import node_site
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import FaultKind, StandIn, cards
 
@@ -42,6 +46,7 @@ RUNNING, LOCKED, CHECKPOINTED, FAILED, RESTORING = 0, 1, 2, 3, 5
 #: An interpreter starts in a tenth of a second, and on a busy node in several.
 #: For a helper that is going to hang: long enough to get there.
 HANG_S = 3.0
+GIB = 2**30
 FIT = DriverFacts(machine="x86_64", driver="580.95.05", bindings="13.0.1", boot_id="b", user=0)
 
 
@@ -152,7 +157,8 @@ async def test_where_a_launcher_starts_tasks_it_is_asked_for_helpers_and_without
     settings = Settings("n1", tmp_path, "b")
     assert daemon._launched(settings) is None
     launched = daemon._launched(replace(settings, launcher=tmp_path / "no.sock"))
-    made = open_checkpointer(SimpleNamespace(driver="580.95.05"), tmp_path, launched)  # type: ignore[arg-type]
+    backend: Any = SimpleNamespace(driver="580.95.05", devices=list)
+    made = open_checkpointer(backend, tmp_path, launched)
     assert "can open the GPUs of that task alone" in made.why_bound()
     own = await made.suspend((os.getpid(),), PATIENCE_S)
     assert (own.ok, own.lost, "no process of the task is left" in own.reason) == (False, False, True), "of no unit"
@@ -278,6 +284,46 @@ async def test_a_suspension_that_fails_half_way_leaves_all_running(
     assert (result.ok, result.lost) == (False, False)
     assert f"{call} of process {max(pids)} failed" in result.reason
     assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
+@pytest.mark.parametrize(("left", "suspended"), [(10 * GIB - 1, False), (10 * GIB, True)])
+async def test_a_task_whose_bound_on_host_memory_has_no_room_for_its_image_is_not_suspended(
+    play: StandIn, pids: tuple[int, int], monkeypatch: pytest.MonkeyPatch, left: int, suspended: bool
+) -> None:
+    """The kernel ended it for its memory, as the driver was moving it."""
+    on_driver(play, pids)
+    play.load(monkeypatch)
+    play.change(1, processes=[(pids[0], 6 * 1024, "compute"), (pids[1], 1024, "compute"), (4711, 1, "compute")])
+    play.change(2, processes=[(pids[0], 3 * 1024, "compute")])
+    backend = NvmlBackend()
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    monkeypatch.setattr(procfs, "memory_left_bytes", {pids[0]: left, pids[1]: 99 * GIB}.__getitem__)
+    result = await open_checkpointer(backend, play.folder.parent).suspend(pids, PATIENCE_S)
+    backend.close()
+    assert (result.ok, result.lost, result.again) == (suspended, False, False)
+    assert ("memory_max_bytes" in result.reason) is not suspended
+    assert play.state(pids[0]) == (CHECKPOINTED if suspended else RUNNING)
+
+
+def test_the_memory_that_a_process_has_left_is_that_of_the_tightest_of_its_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(procfs, "PROC", tmp_path / "proc")
+    monkeypatch.setattr(procfs, "GROUPS", tmp_path / "fs")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (sys.maxsize, sys.maxsize), "gone"
+    group = tmp_path / "fs" / "slice" / "task"
+    group.mkdir(parents=True)
+    for name in ("7", "self"):
+        (tmp_path / "proc" / name).mkdir(parents=True)
+        (tmp_path / "proc" / name / "cgroup").write_text("1:name=systemd:/\n0::/slice/task\n")
+    assert procfs.memory_left_bytes(7) == sys.maxsize, "no bounds"
+    for folder, limit, used in ((group, "max", 900), (group.parent, "1000", 700)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+        (folder / "memory.stat").write_text("anon 500\ninactive_file 60\nactive_file 40\n")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (400, 1000)
+    (group / "memory.max").write_text("950\n")
+    assert (procfs.memory_left_bytes(7), procfs.memory_limit_bytes()) == (150, 950)
 
 
 async def test_the_error_for_a_missing_right_names_the_mend(play: StandIn, pids: tuple[int, int]) -> None:
@@ -408,15 +454,42 @@ async def test_a_helper_that_cannot_be_started_is_no_loss(play: StandIn, pids: t
     assert "could not be started" in result.reason
 
 
+@pytest.mark.parametrize("do", ["suspend", "resume"])
+async def test_a_helper_that_dies_before_it_asks_the_driver_of_a_process_is_no_refusal(tmp_path: Path, do: str) -> None:
+    killed = """echo '{"at": "start"}'; kill -9 $$"""
+    result = await getattr(DriverCheckpointer(tmp_path, FIT, ("sh", "-c", killed)), do)((os.getpid(),), PATIENCE_S)
+    assert (result.ok, result.lost, result.again, "'start'" in result.reason) == (False, False, True, True)
+
+
+async def test_a_helper_that_dies_as_cuda_starts_in_it_is_judged_by_what_it_has_left(
+    play: StandIn, pids: tuple[int, int]
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.fault("crash", "cuInit")
+    resumed = await made.resume(pids, PATIENCE_S)
+    assert (resumed.ok, resumed.lost, resumed.again, "'init'" in resumed.reason) == (False, False, False, True)
+    for pid in pids:
+        play.put(pid, RUNNING)
+    fail(play, "checkpoint", max(pids), 304)  # what is done by then cannot be undone without cuInit
+    undone = await made.suspend(pids, PATIENCE_S)
+    states = sorted(play.state(pid) or 0 for pid in pids)
+    assert (undone.ok, undone.lost, undone.again, states) == (True, False, False, [RUNNING, CHECKPOINTED])
+    play.heal()
+    assert (await made.resume(pids, PATIENCE_S)).ok
+    assert [play.state(pid) for pid in pids] == [RUNNING, RUNNING]
+
+
 async def test_two_tasks_are_suspended_at_the_same_time(play: StandIn, pids: tuple[int, int]) -> None:
     one, other = pids
     made = on_driver(play, pids)
     fail(play, "checkpoint", one, "hang")
     async with asyncio.TaskGroup() as group:
-        slow = group.create_task(made.suspend([one], HANG_S))
-        began = time.monotonic()
+        slow = group.create_task(made.suspend([one], PATIENCE_S))
+        await asyncio.to_thread(wait_for_call, play, f"checkpoint:{one}")
+        (hung,) = made._children
         assert (await made.suspend([other], PATIENCE_S)).ok
-        assert time.monotonic() - began < HANG_S
+        assert not slow.done()
+        os.kill(hung, signal.SIGKILL)
     assert slow.result().lost
 
 
@@ -582,10 +655,71 @@ async def test_a_trial_is_with_a_process_that_is_as_far_from_the_helper_as_worke
     assert "CAP_SYS_PTRACE" in await played(play).probe()
 
 
-async def test_where_a_gpu_is_divided_nothing_is_tried(play: StandIn) -> None:
-    play.change(1, mig=1)
+async def test_a_node_agent_without_the_right_says_in_its_log_that_the_drivers_checkpoint_is_off_and_why(
+    play: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.load(monkeypatch)
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    for flags, works in (("descendants-only",), False), ((), True):
+        play.flag(*flags)
+        with structlog.testing.capture_logs() as logged:
+            async with node_site(tmp_path / str(works), gpus="nvml") as site:
+                await site.report()
+        (line,) = [line for line in logged if line["event"] == "driver.checkpoint"]
+        assert line["works"] is works
+        assert ("CAP_SYS_PTRACE" in line["reason"]) is not works
+
+
+async def test_where_all_gpus_are_divided_nothing_is_tried(play: StandIn) -> None:
+    for index in range(3):
+        play.change(index, mig=1)
     assert "MIG" in await played(play).probe()
     assert calls(play) == []
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        {"lost": 1},
+        {"mig": 1},
+        {"mode": 3},
+        "nvmlDeviceGetHandleByIndex_v2",
+        "nvmlDeviceGetMemoryInfo",
+        "nvmlDeviceGetUUID",
+        "nvmlDeviceGetComputeMode",
+    ],
+    ids=str,
+)
+async def test_one_gpu_that_errs_or_is_in_a_mode_of_its_own_keeps_no_driver_from_being_tried_on_another(
+    play: StandIn, trouble: dict[str, int] | str
+) -> None:
+    """The helper crashed, and for as long as the host was up no job was suspended by the driver."""
+    play.change(0, total=200_000)  # it would be taken for its size
+    if isinstance(trouble, str):
+        play.fault("error", trouble, 0, 15)
+    else:
+        play.change(0, **trouble)
+    assert await played(play).probe() == ""
+
+
+async def test_a_trial_in_which_nvml_errs_is_told_and_made_again(play: StandIn) -> None:
+    play.fault("error", "nvmlDeviceGetComputeRunningProcesses_v3", value=999)
+    assert "NVML erred while the driver was tried" in await played(play).probe()
+    play.heal()
+    assert await played(play).probe() == ""
+
+
+async def test_a_trial_touches_no_gpu_that_the_node_agent_was_not_given(
+    play: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    play.load(monkeypatch)
+    play.change(0, total=200_000)  # it would be taken for its size
+    backend = NvmlBackend(["1", play.cards[2].uuid])
+    monkeypatch.setattr(DriverFacts, "read", lambda driver: FIT)
+    assert await open_checkpointer(backend, play.folder.parent).probe() == ""
+    backend.close()
+    used = {path.read_text() for path in play.folder.glob("on.*")}
+    assert used == {play.cards[1].uuid}
 
 
 async def test_a_trial_for_which_there_was_no_room_is_made_again(play: StandIn) -> None:
@@ -713,6 +847,20 @@ def test_the_versions_of_the_driver_and_of_the_bindings_decide_whether_it_moves(
 ) -> None:
     assert played(play, replace(FIT, **changes)).why_bound().startswith(reason)
     assert bool(played(play, replace(FIT, **changes)).why_bound()) is bool(reason)
+
+
+@pytest.mark.parametrize(
+    ("trouble", "reason"), [({"lost": 1}, "does not name every GPU of this node"), ({"mig": 1}, "divided by MIG")]
+)
+async def test_a_move_on_a_node_with_a_gpu_that_does_not_answer_or_is_divided_is_refused_with_the_reason(
+    play: StandIn, pids: tuple[int, int], trouble: dict[str, int], reason: str
+) -> None:
+    made = on_driver(play, pids, CHECKPOINTED)
+    play.change(2, **trouble)
+    result = await made.resume(pids, PATIENCE_S, {play.cards[0].uuid: play.cards[1].uuid})
+    assert (result.ok, result.lost) == (False, False)
+    assert reason in result.reason
+    assert [play.state(pid) for pid in pids] == [CHECKPOINTED, CHECKPOINTED]
 
 
 async def test_a_move_to_an_unknown_gpu_touches_nothing(play: StandIn, pids: tuple[int, int]) -> None:

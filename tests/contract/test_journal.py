@@ -28,6 +28,7 @@ from arbiter.core.effects import (
 from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
+from arbiter.core.state.model import Claim
 from arbiter.ledger import Ledger
 from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
@@ -188,6 +189,22 @@ def test_a_snapshot_has_all_that_was_appended_before_it(store: Store) -> None:
         assert journal.load().snapshot == b"two apps, again"
 
 
+def test_a_state_is_stored_with_the_event_that_led_to_it_though_others_have_come_since(store: Store) -> None:
+    """A state is stored in a thread, and an arbiter that takes over writes meanwhile."""
+    with closing(leading(store)) as journal:
+        journal.append(1.0, Came("a"))
+        end = journal.end()
+        journal.append(2.0, Came("b"))
+        journal.snapshot(b"one app", end)
+        assert journal.since_snapshot == 1
+        journal.commit()
+    with closing(store.open()) as again:
+        loaded = again.load()
+        assert (loaded.snapshot, loaded.seq) == (b"one app", 1)
+        assert list(loaded.events) == [(2, 2.0, Came("b"))]
+        assert again.load(1.0).snapshot == b"one app"
+
+
 def test_numbers_and_times_go_on_after_everything_was_pruned(store: Store) -> None:
     with closing(leading(store, snapshots_kept=1)) as journal:
         for turn in range(3):
@@ -344,6 +361,18 @@ def test_the_ledger_tells_each_record_once_however_often_it_was_written(store: S
         assert [record.number for _id, record in found] == [1, 2]
         assert found[0][0] < found[1][0]
         assert ledger.newest_event() == found[1][0]
+
+
+def test_a_round_that_is_counted_again_replaces_all_of_the_one_that_its_journal_has_lost(store: Store) -> None:
+    claim = Claim(ANA, "rho", 9.0, 3.0, 3.0, "steps", 1.0)
+    bob = AppId("bob-1")
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as ledger:
+        ledger.write(replace(ROUND, claims=(claim,)))
+        later = replace(ROUND, at=200.0, outcomes=(Outcome(bob, (), "lost"),), claims=(replace(claim, claimed=8.0),))
+        ledger.write(later)
+        assert ledger.rounds(limit=9) == ledger.rounds(limit=9, app=bob) == [later]
+        assert ledger.rounds(limit=9, app=ANA) == []
+        assert ledger.claims(limit=9) == [(7, later.claims[0])]
 
 
 def test_the_ledger_finds_events_by_what_they_are_about(store: Store) -> None:

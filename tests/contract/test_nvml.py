@@ -9,13 +9,14 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pynvml
 import pytest
 
 from node_agent.core.events import GpuSample, NodeFacts, Sampled, SampleFailed
 from node_agent.core.proof import TOLERATED_S, Gpus
-from node_agent.devices import Activity, DeviceBackend, DeviceError, Health, HungError
+from node_agent.devices import Activity, DeviceBackend, DeviceError, Health, HungError, gpm, nvml, watched
 from node_agent.devices.gpm import AGAIN_S
 from node_agent.devices.nvml import LISTEN_AGAIN_S, LOST_S, NvmlBackend
 from node_agent.devices.sampling import measure, open_backend
@@ -195,6 +196,31 @@ def test_some_gpus_of_a_node_are_named_by_index_or_uuid(hands: Hands) -> None:
     opened = open_backend((3,), "n1", memory_bytes=0, pin=False)
     assert [device.gpu for device in opened.devices()] == [hands.gpu(3)]
     opened.close()
+
+
+def test_a_named_gpu_that_does_not_answer_at_the_start_keeps_no_other_from_use_and_joins_them_when_it_does(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By its UUID it could not be found, so the node agent did not start."""
+    hands.deal(4)
+    hands.driver.change(1, lost=1)
+    for *names, told in ((hands.gpu(0), hands.gpu(1), "GPU-x", hands.gpu(1)), (hands.gpu(1), "7", "7")):
+        with pytest.raises(DeviceError, match=f"'{told}', which is not here"):
+            hands.backend(*names)
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.0)
+    backend = NvmlBackend([hands.gpu(0), hands.gpu(1)], clock=lambda: hands.now_s)
+    well, dead = measure(backend, no_owner)
+    assert (well.gpu, well.healthy) == (hands.gpu(0), True)
+    assert (dead.gpu, dead.lost) == ("GPU-unreachable-1", True)
+    deadline = time.monotonic() + PATIENCE_S
+    while backend._look._next == 0.0:  # until a look has shown the GPUs of others, which answer
+        assert time.monotonic() < deadline
+        measure(backend, no_owner)
+    assert hands.library.times_opened() == 3, "twice refused, and once since"
+    hands.driver.change(1, lost=0)
+    assert healthy_in_time(backend, hands.gpu(1))
+    assert [device.gpu for device in backend.devices()] == [hands.gpu(0), hands.gpu(1)]
+    backend.close()
 
 
 def test_a_named_gpu_that_is_not_there_is_an_error_with_those_that_are(hands: Hands) -> None:
@@ -486,6 +512,54 @@ def test_an_error_about_one_gpu_at_the_start_leaves_the_others_in_use(hands: Han
         assert empty == (not sentence), code
         backend.close()
         hands.driver.heal()
+
+
+#: All functions of pynvml that the backend calls about one GPU, by its handle or its index, and those of GPM.
+CALLED = sorted(
+    {
+        name
+        for module in (nvml, gpm)
+        for name in re.findall(r"nvml\.(nvml\w+)\(", Path(module.__file__).read_text())
+        if name.startswith(("nvmlDevice", "nvmlGpm")) and name not in {"nvmlDeviceGetCount", "nvmlGpmSampleFree"}
+    }
+)
+
+
+def mismatched(monkeypatch: pytest.MonkeyPatch, function: str, index: int) -> None:
+    """Have a function of pynvml find a library of another version, where it is asked about one GPU or about none."""
+    right = getattr(pynvml, function)
+
+    def of(asked: Any) -> int:
+        return asked if isinstance(asked, int) else int(ctypes.cast(asked, ctypes.POINTER(ctypes.c_int))[0])
+
+    def wrong(*arguments: Any) -> Any:
+        if function in {"nvmlGpmSampleAlloc", "nvmlGpmMetricsGet"} or of(arguments[0]) == index:
+            raise pynvml.NVMLLibraryMismatchError("the pyNVML version does not match the NVML lib version")
+        return right(*arguments)
+
+    monkeypatch.setattr(pynvml, function, wrong)
+
+
+@pytest.mark.parametrize("function", CALLED)
+def test_a_library_of_another_version_than_pynvml_is_an_error_about_the_gpu_asked_for(
+    hands: Hands, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    """`NVMLLibraryMismatchError` is no `NVMLError`; it ended the node agent."""
+    hands.deal(3, gpm=1)
+    monkeypatch.setattr(pynvml, "NVML_NVLINK_MAX_LINKS", 1)
+    facts = NodeFacts(NodeId("n1"), "rack-0", "boot", 1, idle_bytes_max=2**30)
+    mismatched(monkeypatch, function, 1)
+    backend, gpus = hands.backend(look=answers(hands.gpu(0), hands.gpu(2))), Gpus(facts)
+    for second in range(8):
+        hands.now_s += 1.0
+        told = in_use(measure(backend, no_owner), gpus, second, hands.now_s)
+        for index in (0, 2):
+            assert told.pop(hands.gpu(index)) == (True, True, "")
+        ((healthy, empty, sentence),) = told.values()
+        assert empty == (not sentence)
+        assert healthy == (not sentence) or second < TOLERATED_S
+        backend.activity(hands.gpu(0))
+    backend.close()
 
 
 def test_a_driver_that_does_not_tell_its_version_is_used_all_the_same(hands: Hands) -> None:

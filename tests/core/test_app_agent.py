@@ -166,7 +166,9 @@ def test_news_that_come_late_twice_or_out_of_order_change_nothing() -> None:
 def test_a_new_arbiter_counts_from_the_beginning() -> None:
     bench = Bench()
     bench.grant("n1g0", seq=50)
-    bench.hear(Holdings(APP, epoch=2, seq=1, leases=(), tasks=()))
+    (send,) = bench.hear(Holdings(APP, epoch=2, seq=1, leases=(), tasks=()))
+    assert isinstance(send.message, AppReport)
+    bench.hear(Holdings(APP, epoch=2, seq=2, leases=(), tasks=(), acked=send.message.seq))
     assert bench.wished() == (1, "")
 
 
@@ -191,6 +193,33 @@ def test_an_arbiter_that_has_forgotten_what_another_heard_ends_no_attempt_and_is
     assert isinstance(send.message, AppReport)
     assert [(job.attempt, job.gpus) for job in send.message.jobs] == [(0, ("n1g0",))]
     bench.holdings("", acked=send.message.seq, epoch=2)
+    assert bench.wished() == (1, "")
+
+
+def test_an_arbiter_that_has_forgotten_its_last_grant_is_not_believed_before_it_has_heard_of_it() -> None:
+    """The power came back before the report of what was put on the GPU: the arbiter knows all that it has answered."""
+    bench = Bench()
+    bench.holdings("")
+    answered = bench.agent.state.seq
+    bench.grant("n1g0")
+    forgotten = bench.seq
+    (send,) = bench.holdings("", acked=answered, epoch=2, seq=forgotten)
+    assert isinstance(send.message, AppReport)
+    assert [(job.attempt, job.gpus) for job in send.message.jobs] == [(0, ("n1g0",))]
+    bench.holdings("", acked=answered, epoch=2)  # a later word, as ignorant
+    assert bench.wished() == (0, "n1g0")
+    bench.holdings("n1g0", acked=send.message.seq, epoch=2)
+    assert bench.wished() == (0, "n1g0")
+    bench.holdings("", acked=send.message.seq, epoch=2)
+    assert bench.wished() == (1, "")
+
+
+def test_an_arbiter_that_has_forgotten_nothing_is_believed_before_it_has_heard_the_last_report() -> None:
+    bench = Bench()
+    bench.holdings("")
+    answered = bench.agent.state.seq
+    bench.grant("n1g0")
+    bench.holdings("", acked=answered, epoch=2)
     assert bench.wished() == (1, "")
 
 

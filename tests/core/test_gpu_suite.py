@@ -470,7 +470,7 @@ TORCH = {"torch", "torchgen", "functorch", "sympy", "mpmath", "typing_extensions
 
 
 #: These import PyTorch, in three seconds each; so does `pack`, which `make check` tries.
-SLOW = ("driver", "graph", "park")
+SLOW = ("demo", "driver", "graph", "park", "trough")
 IMPORTS = [pytest.param(each, marks=[pytest.mark.full] if each in SLOW else []) for each in SECTIONS]
 
 

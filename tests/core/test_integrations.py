@@ -263,7 +263,9 @@ def framework(name: str) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("accumulate", "leaves"), [(1, (0, 2, 5, 6, 22)), (2, (1, 2))])
+@pytest.mark.parametrize(
+    ("accumulate", "leaves"), [(1, (0, 2, 5, 6, 22)), pytest.param(2, (1, 2), marks=pytest.mark.full)]
+)
 @pytest.mark.parametrize(
     "name",
     [

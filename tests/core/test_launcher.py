@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import os
 import pwd
 import re
@@ -10,6 +11,7 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -26,17 +28,18 @@ from node_agent import config as node_config
 from node_agent.config import NodeConfig
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Drive, Reply, Start
+from node_agent.launcher.requests import DESCRIPTORS, Drive, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
-from node_agent.workers import shim
+from node_agent.workers import shim, supervisors
 from node_agent.workers.records import EXIT_BYTES_MAX, FinishedFile, Record, Records
-from node_agent.workers.supervisors import _believed
+from node_agent.workers.supervisors import CannotStart, _believed
 from protocol import warrants
 from protocol.config import ConfigError
 from protocol.messages import AppId, GpuId, JobId, LaunchSpec, Terminal, Warrant
 from tests.support.gateway import GATEWAY, Hand
 from tests.support.node_site import task_order
+from tests.support.room import take_room
 
 #: A user of every host, who is no system user by number.
 NOBODY = pwd.getpwnam("nobody")
@@ -497,13 +500,13 @@ def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_p
         path.write_text(f'{{"code": 0, "finished": {word}}}')
         assert Record(tmp_path).exit is not None
         assert Record(tmp_path).exit.finish is None
-    path.write_bytes(bytes(EXIT_BYTES_MAX + 1))
+    path.write_text('{"code": 0}' + " " * EXIT_BYTES_MAX)  # whole, and longer than any that a supervisor writes
     assert Record(tmp_path).exit is None
 
 
 RECEIVING = """
 import json, os, sys
-from node_agent.workers import shim
+from node_agent.workers import shim, supervisors
 spec = shim.receive(sys.argv[1])
 os.write(1, json.dumps(spec["env"]).encode())
 """
@@ -537,8 +540,39 @@ def test_a_record_of_an_end_that_a_user_fills_is_emptied(tmp_path: Path) -> None
     for name, size in (("a", EXIT_BYTES_MAX), ("b", EXIT_BYTES_MAX + 1)):
         (tmp_path / "workers" / name).mkdir()
         (tmp_path / "workers" / name / "exit.json").write_bytes(bytes(size))
+    take_room(tmp_path / "workers/a/exit.json", 8 * EXIT_BYTES_MAX)  # which its size does not show
     records.bound()
-    assert [(tmp_path / f"workers/{name}/exit.json").stat().st_size for name in "ab"] == [EXIT_BYTES_MAX, 0]
+    assert [(tmp_path / f"workers/{name}/exit.json").stat().st_size for name in "ab"] == [0, 0]
+    (tmp_path / "workers/a/exit.json").write_bytes(bytes(EXIT_BYTES_MAX))
+    records.bound()
+    assert (tmp_path / "workers/a/exit.json").stat().st_size == EXIT_BYTES_MAX, "what a supervisor writes is kept"
+
+
+def test_a_supervisor_can_write_nothing_into_the_lock_of_its_record(tmp_path: Path) -> None:
+    (tmp_path / "workers/a").mkdir(parents=True)
+    record, modes = Record(tmp_path / "workers/a"), list[int]()
+
+    def answer() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            _, descriptors, _, _ = socket.recv_fds(connection, 2**16, DESCRIPTORS)
+            modes.extend(fcntl.fcntl(each, fcntl.F_GETFL) & os.O_ACCMODE for each in descriptors)
+            connection.sendall(msgspec.json.encode(Reply(error="no")) + b"\n")
+            for each in descriptors:
+                os.close(each)
+
+    start = Start("0a0a0a0a-0a0a0a0a0a0a0a0a", "n1", AppId("a"), JobId("a.0"), 0, (GpuId("GPU-0"),), LAUNCH)
+    with TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"{folder}/l.sock")
+        listener.listen()
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with pytest.raises(CannotStart, match="refused it: no"):
+            supervisors.Launcher(Path(folder, "l.sock")).start(start, tmp_path / "log", record, print)
+        answering.join()
+    log, end, lock, pipe = modes
+    assert (log, end, lock, pipe) == (os.O_WRONLY, os.O_RDWR, os.O_RDONLY, os.O_WRONLY)
+    assert not record.alive, "it is let go"
 
 
 # --- the service itself ---------------------------------------------------------------------------------------------

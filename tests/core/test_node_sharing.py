@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+from itertools import pairwise
 
 import pytest
 from msgspec.structs import replace
 
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
+from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Running, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
@@ -89,6 +91,22 @@ def test_a_job_goes_on_taking_turns_after_the_driver_could_not_be_asked_for_a_wh
     node.pass_time(1300.0)
     assert node.steps(a) > 0.4 * 1300 / 0.5
     assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+def test_a_job_has_refused_nothing_where_the_driver_could_not_be_asked_for_longer_than_its_grace() -> None:
+    node = SharedNode(driver=True)
+    node.driver_away_until = node.now + 300.0  # of a grace of 60 s
+    a = node.add("a", 0, speaks=False)
+    node.pass_time(30.0)
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(260.0)
+    assert (phase(node, a), node.status(a).reason, node.task(a).facts.refused) == ("resting", "away", ())
+    asked = [at for at, task, do in node.said if (task, do) == (a, "driver suspend")]
+    assert min(later - at for at, later in pairwise(asked)) > ASK_AGAIN_S, "there is a pause between two tries"
+    assert node.steps(a) > 0.9 * 290 / 0.5, "meanwhile it trains"
+    node.pass_time(1300.0)
+    assert node.steps(b) > 0.4 * 1300 / 0.5
+    assert (node.signals, "cannot be suspended" in node.status(a).measured.remark) == ([], False)
 
 
 @pytest.mark.parametrize("after_s", [55.0, 60.05], ids=["in a pause", "while the driver is asked for the last time"])

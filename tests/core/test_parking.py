@@ -363,10 +363,13 @@ assert containers[0].tree_manager is None
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
-def test_state_that_host_memory_does_not_hold_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("bound", ["_free_bytes", "_allowed_bytes"])
+def test_state_that_host_memory_or_a_control_group_does_not_hold_is_refused(
+    monkeypatch: pytest.MonkeyPatch, bound: str
+) -> None:
     tensor = torch.ones(10_000)
     monkeypatch.setattr(parking, "_kept", None)
-    monkeypatch.setattr(parking, "_available_bytes", lambda: 10_000)
+    monkeypatch.setattr(parking, bound, lambda: 10_000)
     for refused in (parking.park, lambda: parking.prepare(20_000)):
         with pytest.raises(parking.ParkRefused, match="host memory does not hold"):
             refused()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import closing
 
 import pytest
 from msgspec.structs import replace
@@ -11,6 +12,7 @@ from arbiter.core.arbiter import Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Note, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
+from arbiter.ledger import Ledger
 from protocol.core import Connected, Tick
 from protocol.messages import (
     Act,
@@ -426,6 +428,42 @@ def test_a_journal_that_has_lost_its_last_moments_is_told_so_and_keeps_what_was_
     assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
 
 
+def ended(site: Site, app: str) -> LeaseRecord:
+    """Let an app be granted the second GPU of n1 and finish; return the record of its lease."""
+    running(site, app, index=1)
+    effects = site.app(app, state="finished", demand=0, run="r", site=OURS)
+    effects += report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    (record,) = [effect for effect in effects if isinstance(effect, LeaseRecord)]
+    return record
+
+
+def test_no_lease_gets_the_id_of_one_that_the_journal_has_lost() -> None:
+    """The ledger keeps the first record of each id, so it lacked the lease that came after the power cut."""
+    site = a_site_at_work()
+    site.handle(Configured(SETTINGS, OURS, epoch_in_ids=True))
+    backup = site.arbiter.snapshot()
+    lost = ended(site, "bob-1")
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"}, plan=(newest.epoch, newest.seq))
+    site.wait(12.0)
+    site.now += 10.0
+    later = ended(site, "bob-1")
+    with closing(Ledger(":memory:")) as ledger:
+        ledger.write(lost, later)
+        assert [lease.start for lease in reversed(ledger.leases(limit=9))] == [lost.start, later.start]
+    assert later.lease == f"bob-1/{site.arbiter.state.epoch}.{site.arbiter.state.leases_made}"
+    assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+
+
+def test_what_an_older_version_has_decided_is_replayed_with_the_ids_that_it_gave() -> None:
+    """Its last records are written again at a start, and a lease under two ids would count twice."""
+    site = a_site_at_work()
+    assert ended(site, "bob-1").lease == "bob-1/2"
+    site.handle(Configured(SETTINGS, OURS, epoch_in_ids=True))
+    assert ended(site, "cyd-1").lease == "cyd-1/1.3"
+
+
 def test_a_journal_that_has_lost_a_whole_epoch_is_told_so() -> None:
     """The epoch that the node has seen is newer than the journal's, and older than the one that is led in."""
     site = a_site_at_work()
@@ -470,9 +508,48 @@ def test_a_journal_that_has_lost_the_word_of_a_new_node_is_told_so_and_keeps_wha
     assert taken(site.node("n3", 1, site="")) == [], "it is new to the site"
     assert taken(report(site, "n2", {gpu: "bob-1"}, plan=(newest.epoch, newest.seq))) == [EpochTaken(3, OURS)]
     site.app("bob-1", jobs=[wish("bob-1", 0, [gpu])], run="r", site=OURS)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
     site.wait(12.0)
     assert site.held("bob-1") == [gpu]
     assert [(order.task, order.want) for order in site.plans["n2"].tasks] == [("bob-1.0-a0", "run")]
+
+
+def a_silent_node_on_which_an_app_has_a_forgotten_gpu(*, known: bool) -> tuple[Site, JobWish, NodePlan]:
+    """Bob trains on n2, which the journal does not know if it was cut off before that came; all others have spoken."""
+    site = a_site_at_work()
+    before = site.arbiter.snapshot()
+    site.node("n2", 1, site="")
+    backup = site.arbiter.snapshot() if known else before
+    running(site, "cyd-1", index=1)
+    job = wish("bob-1", 0, [running(site, "bob-1", "n2")])
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    uses = {gpu_id("n1", 0): "ana-1", gpu_id("n1", 1): "cyd-1"}
+    report(site, "n1", uses, plan=(newest.epoch, newest.seq))
+    site.app("bob-1", jobs=[job], run="r", site=OURS)
+    assert sent(site.wait(12.0), Holdings) == [], "bob's app agent began the job anew, beside the task on n2"
+    return site, job, site.plans["n2"]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_journal_that_has_lost_its_end_waits_for_a_node_that_is_silent(known: bool) -> None:
+    site, job, newest = a_silent_node_on_which_an_app_has_a_forgotten_gpu(known=known)
+    effects = report(site, "n2", {job.gpus[0]: "bob-1"}, plan=(newest.epoch, newest.seq))
+    assert [(words.app, words.tasks[0].task) for words in sent(effects, Holdings) if words.app == "bob-1"] == [
+        ("bob-1", "bob-1.0-a0")
+    ]
+    assert site.held("bob-1") == list(job.gpus)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_node_that_stays_silent_is_waited_for_no_longer_than_until_it_is_lost(known: bool) -> None:
+    site, _, _ = a_silent_node_on_which_an_app_has_a_forgotten_gpu(known=known)
+    report(site, "n1", {gpu_id("n1", 0): "ana-1", gpu_id("n1", 1): "cyd-1"})
+    effects = site.wait(SETTINGS.node_timeout_s - 12.0)
+    assert {words.app: words.leases for words in sent(effects, Holdings)}["bob-1"] == ()
+    assert site.held("ana-1") == [gpu_id("n1", 0)]
+    assert ("n2: lost: silent for 30 s" in notes(effects)) == known
+    site.arbiter.validate()
 
 
 def an_app_that_a_power_cut_has_taken_from_the_journal() -> tuple[Site, JobWish, NodePlan]:
@@ -496,6 +573,71 @@ def test_an_app_with_gpus_that_the_journal_does_not_know_has_the_arbiter_listen_
     site.wait(12.0)
     assert site.held("bob-1") == list(job.gpus)
     assert ("bob-1.0-a0", "run") in [(order.task, order.want) for order in site.plans["n1"].tasks]
+
+
+def a_known_app_whose_last_grant_a_power_cut_has_taken() -> tuple[Site, list[JobWish], NodePlan]:
+    """Ana trains on both GPUs of n1; the journal knows of the first only, and n1 has not spoken yet."""
+    site = a_site_at_work()
+    first, second = gpu_id("n1", 0), gpu_id("n1", 1)
+    backup = site.arbiter.snapshot()
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    site.wait(2.0)
+    assert site.held("ana-1") == [first, second]
+    jobs = [wish("ana-1", index, [gpu]) for index, gpu in enumerate((first, second))]
+    site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)
+    newest = site.plans["n1"]
+    after_a_power_cut(site, backup)
+    assert site.held("ana-1") == [first]
+    return site, jobs, newest
+
+
+def test_a_known_app_with_a_gpu_whose_grant_is_lost_has_the_arbiter_listen_before_it_gives_it_to_others() -> None:
+    """It answered the app without that lease, so that the job was begun anew; and a round gave the GPU to another."""
+    site, jobs, newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    effects = site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)
+    assert taken(effects) == [EpochTaken(3, OURS)]
+    assert f"rounds: ana-1 has {gpu_id('n1', 1)}, and ours does not know these leases: this journal" in notes(effects)
+    effects = site.app("bob-1", run="r", site=OURS) + site.wait(2.0)
+    assert sent(effects, Holdings) == []
+    tasks = [task("ana-1", index, job.gpus) for index, job in enumerate(jobs)]
+    used = [gpu for job in jobs for gpu in job.gpus]
+    site.node("n1", tasks=tasks, used=used, site=OURS, plan=(newest.epoch, newest.seq))
+    site.wait(12.0)
+    assert (site.held("ana-1"), site.held("bob-1")) == (used, [])
+    assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [
+        ("ana-1.0-a0", "run"),
+        ("ana-1.1-a0", "run"),
+    ]
+
+
+@pytest.mark.parametrize("why", ["it leaves the GPU", "it is parked there", "it is another app"])
+def test_a_known_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
+    site, jobs, _newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    if "leaves" in why:
+        jobs = [replace(jobs[0], attempt=1)]
+        site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+        assert isinstance(site.gpu_state(jobs[0].gpus[0]), Draining)
+    if "parked" in why:  # world 82049: so says the app once its lease is over, and its task parked
+        jobs = [jobs[0], replace(jobs[1], suspended=True)]
+    run = "another" if "another" in why else "r"
+    assert taken(site.app("ana-1", demand=2, jobs=jobs, run=run, site=OURS)) == []
+
+
+def test_an_old_report_that_comes_late_proves_nothing_of_the_journal() -> None:
+    site, jobs, _newest = a_known_app_whose_last_grant_a_power_cut_has_taken()
+    site.app("ana-1", demand=2, jobs=jobs[:1], run="r", site=OURS)
+    site.seqs["app-ana-1"] -= 1
+    assert taken(site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)) == []
+
+
+def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_journal() -> None:
+    site = a_site_at_work()
+    gpu = gpu_id("n1", 0)
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {})
+    assert isinstance(site.gpu_state(gpu), Free)
+    site.lead()
+    assert taken(site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=OURS)) == []
 
 
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])

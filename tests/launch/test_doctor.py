@@ -29,6 +29,8 @@ from protocol.messages import GpuId
 from tests.support.rabbitmq import free_port
 from tests.support.stand_in import StandIn, cards
 
+UNITS = Path(doctor.__file__).parent / "site" / "systemd"
+
 
 def test_it_says_what_is_contained_and_how_a_quarantine_is_lifted(tmp_path: Path) -> None:
     standing = Standing("cgroup", ("device files are not closed",))
@@ -178,7 +180,13 @@ def test_a_missing_right_for_the_drivers_checkpoint_is_told_unless_root_or_the_c
     (proc / "sys/kernel/yama/ptrace_scope").write_text("1\n")
     check = told(proc)["driver checkpoint"]
     assert (check.verdict, "ptrace_scope is 1" in check.found) == ("note", True)
-    assert "AmbientCapabilities=CAP_SYS_PTRACE" in check.mend
+    unit = (UNITS / "gpu-arbiter-node-agent.service").read_text()
+    for setting in ("CapabilityBoundingSet=", "AmbientCapabilities="):  # both take it away as they are shipped
+        assert f"\n{setting}\n" in unit
+        assert setting in check.mend
+    said = " ".join(unit.replace("\n# ", " ").split())
+    assert "CAP_SYS_PTRACE for the driver's checkpoint where kernel.yama.ptrace_scope is not 0" in said
+    assert "without it that is off, jobs that do not cooperate are not suspended" in said
     (proc / "self/status").write_text(f"CapEff:\t{1 << 19:016x}\n")
     assert told(proc)["driver checkpoint"].verdict == "ok"
     (proc / "self/status").write_text("CapEff:\t0000000000000000\n")

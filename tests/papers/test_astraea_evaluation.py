@@ -60,6 +60,7 @@ def test_of_some_policies_only_what_follows_from_them_is_claimed() -> None:
         astraea.chosen(PLANS["full"], "0.6,0", None)
 
 
+@pytest.mark.full
 def test_a_small_run_of_everything(known: dict[Case, Figures], monkeypatch: pytest.MonkeyPatch) -> None:
     folder = shared("traces").parent
     monkeypatch.setattr(astraea, "shared_folder", lambda: folder)

@@ -66,6 +66,11 @@ def test_an_agent_may_write_upwards_and_read_its_own_inbox_and_nothing_else(part
     assert not any(re.search(rights.read, name) or re.search(rights.write, name) for name in others)
     assert not any(re.search(rights.configure, name) for name in [own, TOPOLOGY.up, *others])
     assert not re.search(rights.write, "amq.default")
+    keys = rights.topic_write.replace("{username}", party.user)
+    for speaker in (NODE, APP, LONG_APP, Party("node", "n10")):
+        for beat in (False, True):
+            key = TOPOLOGY.route(speaker, ARBITER, beat=beat).key
+            assert bool(re.search(keys, key)) == (speaker == party), f"{party.user} speaks as {speaker.user}"
 
 
 def test_an_app_cannot_speak_under_a_name_that_begins_like_its_own() -> None:

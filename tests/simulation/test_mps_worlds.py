@@ -56,6 +56,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return counted
 
 
+@pytest.mark.full  # clients and their faults are in the worlds of `make worlds`, too
 def test_all_clients_of_a_fault_end_start_again_and_are_no_clients_there_any_more(seen: Counter[str]) -> None:
     for seed in range(examples(120)):
         options = full_of_clients(seed)

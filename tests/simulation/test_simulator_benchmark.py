@@ -142,6 +142,7 @@ def test_slices_within_a_run_are_seldom_and_no_part_of_its_time() -> None:
     assert (len(calibration.slices_s), calibration.between_s) == (count + 1, EVERY_S / 4)
 
 
+@pytest.mark.full
 def test_a_case_that_has_had_its_processor_time_is_stopped_and_tells_where_it_went(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -84,6 +84,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Told:
     return counted
 
 
+@pytest.mark.full
 def test_on_a_good_network_no_part_leaves_at_another_step_than_the_others(told: Told) -> None:
     """Also under clocks that are fast or slow, and slow nodes."""
     network = NetworkOptions(loss=0.0, repeat=0.0, delay_s=0.05, ordered=True, kept=True)
@@ -106,6 +107,7 @@ def test_nothing_unsafe_happens_and_all_that_can_finish_do_so_whatever_goes_wron
     assert told["jointly"] > told["alone"], told
 
 
+@pytest.mark.full
 def test_gangs_and_guests_on_shared_gpus_all_have_their_turn_whatever_goes_wrong(told: Told) -> None:
     for seed in range(examples(120)):
         options = gangs_among_guests(seed)

@@ -602,6 +602,7 @@ def test_up_takes_tenants_and_settings_from_an_arbiters_file(environment: dict[s
         assert "tenant visoin is not among the tenants of this site (vision); name one: --tenant" in explained
 
 
+@pytest.mark.full
 def test_up_says_how_to_see_the_site_in_a_browser(environment: dict[str, str], tmp_path: Path) -> None:
     pytest.importorskip("starlette", reason="the extra `web` is not installed")
     own = environment | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock"}

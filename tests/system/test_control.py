@@ -7,12 +7,14 @@ import base64
 import io
 import json
 import os
+import pwd
 import re
 import shutil
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
@@ -285,6 +287,54 @@ async def test_only_its_user_can_reach_the_socket_and_only_one_daemon_has_it(con
         assert await ask(config, lambda control: control.apps()) == []
     gone = await asyncio.to_thread(lambda: not Path(config.socket).exists())
     assert gone
+
+
+#: Submits, cancels and reads at the socket that is named, and tells what came of each; as a user with the number.
+TRYING = """
+import os, sys
+from pathlib import Path
+from app_agent.control import Control, ControlError
+from app_agent.core.spec import AppSpec
+os.setgroups([])
+os.setgid(int(sys.argv[2]))  # now that all is read: the interpreter may be in a folder of root's
+os.setuid(int(sys.argv[2]))
+spec = AppSpec(trials=(("id",),), cwd="/", checkpoint_root="/tmp/none")
+tries = (
+    lambda c: c.submit(spec), lambda c: c.cancel("ada-1"), lambda c: len(c.apps()), lambda c: c.query("log", "ada-1")
+)
+for tried in tries:
+    try:
+        with Control(Path(sys.argv[1])) as control:
+            print(tried(control))
+    except ControlError as error:
+        print("refused", error.code)
+"""
+
+
+def tried_by(uid: int, path: str) -> list[str]:
+    command = [sys.executable, "-c", TRYING, path, str(uid)]
+    env = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="asking as another user needs root")
+async def test_another_user_can_neither_submit_nor_cancel_nor_read_at_the_socket_of_an_app_agent(
+    config: AppConfig, tmp_path: Path
+) -> None:
+    nobody, bus = pwd.getpwnam("nobody").pw_uid, MemoryBus(MemoryBroker())
+    with tempfile.TemporaryDirectory() as run:
+        os.chmod(run, 0o755)  # noqa: PTH101 - so that the rights of the socket alone stop it
+        config = replace(config, socket=f"{run}/control.sock")
+        async with arbiter(tmp_path, bus), app_host(config, bus):
+            await ask(config, lambda control: control.submit(SPEC))
+            before = await ask(config, lambda control: control.apps())
+            assert await asyncio.to_thread(tried_by, nobody, config.socket) == ["refused 7"] * 4
+            assert await ask(config, lambda control: control.apps()) == before
+            os.chmod(config.socket, 0o666)  # noqa: PTH101
+            led_in = await asyncio.to_thread(tried_by, nobody, config.socket)
+            assert led_in[:3] == ["ada-2", "cancelled", "2"], "the tries do work"
 
 
 async def test_the_socket_of_a_killed_daemon_is_replaced(config: AppConfig) -> None:

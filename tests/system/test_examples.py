@@ -69,6 +69,7 @@ def test_the_grid_of_futures_finds_on_nodes_the_figures_it_finds_here(
     assert rows[-1] == f"hidden 64 lr 0.01 accuracy {here.strip()}"
 
 
+@pytest.mark.full
 @needs_optuna
 def test_the_search_makes_its_trials_and_prunes_some(search_alone: str) -> None:
     rows = [line.split() for line in search_alone.splitlines()]

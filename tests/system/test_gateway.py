@@ -9,9 +9,10 @@ import re
 import shlex
 import shutil
 import socket
+import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,17 +25,29 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 import arbiter.config
 from app_agent import gateway
 from app_agent.control import (
+    ActRequest,
+    CancelRequest,
+    ChangesRequest,
+    ControlError,
     FailedError,
+    ListRequest,
+    NotFoundError,
     NotPermittedError,
     PingRequest,
+    QueryRequest,
     Request,
     SubmitRequest,
+    WaitRequest,
     decode_reply,
     encode_line,
 )
 from app_agent.core.spec import AppSpec
 from app_agent.gateway import GatewayConfig, Signer, run_gateway
-from arbiter.config import owners_by_gateway
+from arbiter.config import ArbiterConfig, Gateway, owners_by_gateway
+from arbiter.core.state.model import ArbiterSettings
+from arbiter.daemon import run_arbiter
+from node_agent.config import NodeConfig
+from node_agent.daemon import run_node_agent
 from protocol import warrants
 from protocol.bus import Link, NotPermitted, Outgoing
 from protocol.bus.amqp import AmqpBus
@@ -105,6 +118,14 @@ class Site:
             finally:
                 writer.close()
 
+    async def asked_until(self, wanted: Callable[[Any], bool], request: QueryRequest, uid: int) -> None:
+        """Ask again and again until the document is `wanted`; what is not there yet is asked for again, too."""
+        async with asyncio.timeout(PATIENCE_S):
+            document = None
+            while document is None or not wanted(document):
+                with suppress(NotFoundError):
+                    document = (await self.asked(request, uid))["document"]
+
     async def report(self, wanted: Callable[[AppReport], bool]) -> AppReport:
         """The next report of an app that is `wanted`; others are heard, too."""
         async with asyncio.timeout(PATIENCE_S):
@@ -123,13 +144,17 @@ class Site:
 
 
 @asynccontextmanager
-async def gateway_site(folder: Path, broker: MemoryBroker, **fields: object) -> AsyncIterator[Site]:
+async def gateway_site(
+    folder: Path, broker: MemoryBroker, *, leads: bool = True, **fields: object
+) -> AsyncIterator[Site]:
+    """A gateway; unless it `leads`, an arbiter is still to come."""
     settings: dict[str, object] = {"state_dir": str(folder / "state"), "socket": str(folder / "run/control.sock")}
     chosen = GatewayConfig("login1", beat_s=0.1, **(settings | fields))  # type: ignore[arg-type]
     link = await MemoryBus(broker).connect(ARBITER)
-    await link.lead()
-    await link.provision(Party("app", "nobody"))
-    await link.consume()
+    if leads:
+        await link.lead()
+        await link.provision(Party("app", "nobody"))
+        await link.consume()
     ready = asyncio.Event()
     async with asyncio.TaskGroup() as group:
         running = group.create_task(run_gateway(chosen, MemoryBus(broker, user="gateway-login1"), on_ready=ready.set))
@@ -184,6 +209,45 @@ async def test_a_user_whom_the_gateway_does_not_serve_gets_one_sentence(reachabl
         with pytest.raises(NotPermittedError, match=r"serves users from number 1000 on, and yours is 0"):
             await site.asked(PingRequest(), 0)
         assert list((reachable / "state").glob("app-*")) == []
+
+
+@needs_root
+async def test_a_user_can_neither_end_hold_nor_read_anothers_app_at_the_gateway_that_both_use(
+    reachable: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    users, known = {2001: "alice", 2002: "bob"}, pwd.getpwuid
+    named = {uid: pwd.struct_passwd((name, "x", uid, uid, "", "/", "/bin/sh")) for uid, name in users.items()}
+    monkeypatch.setattr(
+        pwd, "getpwuid", lambda uid: named[uid] if uid in named else known(uid)
+    )  # this host has no such
+    alice, bob = users
+    broker, settings = MemoryBroker(), ArbiterSettings(policy="fifo", admission_wait_s=600.0, round_pause_s=0.1)
+    chosen = ArbiterConfig(str(reachable / "arbiter"), gateways=(Gateway("login1"),), arbiter=settings)
+    node = NodeConfig("n1", "simulated:1", state_dir=str(reachable / "node"), beat_s=0.1, hello_s=0.1)
+    program = (sys.executable, "-c", "import time; print('hers', flush=True); time.sleep(1000)")
+    spec = AppSpec(trials=(program,), cwd="/", checkpoint_root=str(reachable / "checkpoints"))
+    async with asyncio.TaskGroup() as group, gateway_site(reachable, broker, leads=False) as site:
+        others = [run_arbiter(chosen, MemoryBus(broker)), run_node_agent(node, MemoryBus(broker), end_workers=True)]
+        running = [group.create_task(each) for each in others]
+        hers = (await site.asked(SubmitRequest(spec), alice))["app"]
+        await site.asked(WaitRequest(hers, "running"), alice)
+        await site.asked_until(lambda log: log["size"] == 5, QueryRequest("log", hers), alice)
+        (before,) = (await site.asked(ListRequest(), alice))["apps"]
+        for request in (CancelRequest(hers), ActRequest(hers, "hold")):
+            with pytest.raises(NotPermittedError, match="belongs to alice"):
+                await site.asked(request, bob)
+        with pytest.raises(ControlError, match="is for alice only"):
+            await site.asked(QueryRequest("log", hers), bob)
+        for request in (CancelRequest(f"{hers}.0"), WaitRequest(hers, timeout_s=0.1), ChangesRequest(app=hers)):
+            with pytest.raises(NotFoundError):
+                await site.asked(request, bob)
+        assert ((await site.asked(ListRequest(), bob))["apps"], str(hers)[:6]) == ([], "alice-")
+        assert str((await site.asked(SubmitRequest(spec), bob))["app"]).startswith("bob-")
+        (after,) = (await site.asked(ListRequest(), alice))["apps"]
+        assert (after["state"], after["tasks"], before["tasks"]) == ("running", [f"{hers}.0-a0"], [f"{hers}.0-a0"])
+        assert (await site.asked(CancelRequest(hers), alice))["state"] == "cancelled", "the tries do work"
+        for each in running:
+            each.cancel()
 
 
 @needs_root

@@ -100,7 +100,7 @@ def site(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     assert one.process.returncode == 0, words
 
 
-@pytest.mark.parametrize("site", ["fitgpp", "themis"], indirect=True)
+@pytest.mark.parametrize("site", [pytest.param("fitgpp", marks=pytest.mark.full), "themis"], indirect=True)
 def test_on_a_full_cluster_an_interactive_app_trains_in_seconds_and_its_victim_loses_no_step(site: Site) -> None:
     names = [f"batch-{number}" for number in range(GPUS)]
     for name in names:

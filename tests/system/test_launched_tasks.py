@@ -8,12 +8,14 @@ The systemd is one of its own, in namespaces, on an overlay of this host in memo
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from itertools import count
@@ -78,6 +80,14 @@ class Bench:
 
     async def trains(self, order: TaskOrder, steps: int = 3) -> TaskStatus:
         return await self.status(order, lambda status: status.phase == "running" and status.step >= steps)
+
+    async def step_after(self, order: TaskOrder, seconds: float) -> int:
+        """Take in all reports until so many seconds are over; return the task's mini-batch by then."""
+        by = time.monotonic() + seconds
+        report = await self.node.report(lambda _report: time.monotonic() > by, patience_s=seconds + PATIENCE_S)
+        status = find_task(report, order.task)
+        assert status is not None
+        return status.step
 
     async def ended(self, order: TaskOrder) -> TaskStatus:
         return await self.status(order, lambda status: status.phase == "exited")
@@ -462,6 +472,36 @@ async def test_a_restart_of_the_node_agent_or_the_launcher_leaves_training_untou
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+async def test_a_launcher_that_stands_still_for_two_minutes_fails_what_is_to_start_and_nothing_else(
+    bench: Bench,
+) -> None:
+    """A node agent waits 90 s for its answer. What it has given up by then is not begun as the launcher wakes up."""
+    trains, late = bench.task("alice", "work"), bench.task("bob", "work")
+    await bench.plan(trains)
+    await bench.trains(trains)
+    show = ("systemctl", "show", "--value", "--property=MainPID", "gpu-arbiter-launcher")
+    launcher = bench.host.run(*show).strip()
+    bench.host.run("kill", "-STOP", launcher)
+    try:
+        await bench.plan(trains, late)
+        steps = [await bench.step_after(trains, 60.0) for _ in range(2)]
+        assert 0 < steps[0] < steps[1], "training goes on, and the node agent tells of it"
+    finally:
+        bench.host.run("kill", "-CONT", launcher)
+    ended = await bench.ended(late)
+    assert (ended.outcome, "does not answer (timed out)" in ended.reason) == ("failed", True)
+    assert bench.host.run(*show).strip() == launcher
+    again = bench.task("bob", "work")
+    await bench.plan(trains, again)
+    await bench.trains(again)
+    assert {int(pid) for pid in bench.host.run("pgrep", "-u", "bob", ".").split()} == {*bench.processes(again)}
+    for task in (trains, again):
+        await bench.want(task, "stop", grace_s=0.1)
+        assert (await bench.ended(task)).outcome == "stopped"
+
+
+@pytest.mark.full
 async def test_nothing_of_a_task_outlives_it_also_if_its_user_kills_the_supervisor(bench: Bench) -> None:
     leaving = "setsid sleep 1000 & setsid setsid env -i sleep 1000 & wait"
     stubborn = bench.task("alice", "stubborn")
@@ -498,6 +538,133 @@ async def test_what_two_users_submit_at_a_gateway_runs_as_each_of_them(host: tup
         assert "I am 2001 alice" in await asyncio.to_thread(there.as_owner, "alice", *words)
         refused = await asyncio.to_thread(lambda: there.as_owner("bob", *words, check=False))
         assert "I am" not in refused
+
+
+def steps_of(there: Host, path: str) -> list[list[str]]:
+    """The mini-batches that a script of `telling_steps.py` has told: its process, and the number."""
+    return [line.split() for line in there.run("cat", path, check=False).splitlines() if line[:1].isdigit()]
+
+
+def gateways_of(there: Host) -> int:
+    """How many gateways of the whole site have listened so far."""
+    return len(there.run("cat", "/srv/whole/gateways").splitlines())
+
+
+@pytest.mark.full
+async def test_a_restart_of_the_gateway_leaves_training_untouched_and_a_task_has_the_groups_of_its_user(
+    host: tuple[Host, Hand],
+) -> None:
+    there, _ = host
+    there.run("sh", "-ec", "groupadd -f -g 3001 vision; usermod -aG vision alice")
+    there.write("/srv/of-vision", "shared", mode="640")
+    there.run("chgrp", "vision", "/srv/of-vision")
+    reading = "import os; print('groups', sorted(os.getgroups()), open('/srv/of-vision').read())"
+    script = (str(REPOSITORY / "tests/support/telling_steps.py"), "steps", "--steps", "1000000", "--step-ms", "50")
+    async with there.whole_site():
+        told = await asyncio.to_thread(there.as_owner, "alice", "run", "--", sys.executable, "-c", reading)
+        assert "groups [2001, 3001] shared" in told
+        try:
+            refused = await asyncio.to_thread(
+                lambda: there.as_owner("bob", "run", "--", sys.executable, "-c", reading, check=False)
+            )
+            assert "Permission denied: '/srv/of-vision'" in refused, "its own groups and no others"
+            env = ("--env", f"PYTHONPATH={REPOSITORY}")
+            words = ("submit", *env, "--", sys.executable, *script)
+            app = (await asyncio.to_thread(there.as_owner, "alice", *words)).split()[-1]
+            steps = "/home/alice/steps"
+            await asyncio.to_thread(until, lambda: len(steps_of(there, steps)) > 5, "it trains")
+            for _ in range(2):
+                before, seen = gateways_of(there), len(steps_of(there, steps))
+                there.run("pkill", "-HUP", "-u", "gpu-node", "-f", "tests.support.whole_site")
+                await asyncio.to_thread(until, lambda n=before: gateways_of(there) > n, "the next gateway listens")
+                await asyncio.to_thread(until, lambda n=seen: len(steps_of(there, steps)) > n + 40, "it trains on")
+            made = steps_of(there, steps)
+            assert [int(number) for _, number in made] == list(range(len(made)))
+            assert len({pid for pid, _ in made}) == 1, "one process made them all"
+            assert there.run("cat", f"{steps}.words") == "", "it was told nothing"
+            listed = await asyncio.to_thread(there.as_owner, "alice", "ps")
+            assert re.search(rf"{app} .*running", listed), listed
+            waited = await asyncio.to_thread(
+                lambda: there.as_owner("alice", "wait", app, "--timeout", "0.1", check=False)
+            )
+            assert f"{app} is still running" in waited, "the gateway knows it"
+            await asyncio.to_thread(there.as_owner, "alice", "cancel", app)
+            await asyncio.to_thread(lambda: there.as_owner("alice", "wait", app, check=False))
+        finally:
+            there.run("sh", "-c", "gpasswd -d alice vision; groupdel vision", check=False)
+
+
+SECRET, PLAIN = "tr0ub4dor-and-3", "correct-horse-battery"
+#: Folders of the daemons of a site and of what systemd keeps of their units.
+OF_DAEMONS = (
+    "/srv/whole",
+    "/var/lib/gpu-arbiter-launcher",
+    "/var/log",
+    "/run/gpu-arbiter-node",
+    "/run/systemd",
+    "/etc",
+)
+
+
+def lines_of(there: Host, command: str, user: str = "") -> set[str]:
+    """What a line of shell prints in alphabetic order; that something is gone or closed does not matter."""
+    return set(there.run("sh", "-c", f"{command} 2>/dev/null; true", user=user).split())
+
+
+def holding(there: Host, word: str, *, user: str = "") -> set[str]:
+    """The files of daemons and systemd that have a word in them and this user can read."""
+    return lines_of(there, f"grep -ral --devices=skip -e {word} {' '.join(OF_DAEMONS)}", user)
+
+
+def telling(there: Host, word: str, file: str, *, user: str = "") -> set[str]:
+    """The processes whose command lines or variables have a word in them, as far as this user can read that."""
+    # The brackets keep the search from finding itself.
+    found = lines_of(there, f"grep -al -e '{word[:-1]}[{word[-1]}]' /proc/[0-9]*/{file}", user)
+    return {path.split("/")[2] for path in found}
+
+
+@pytest.mark.full
+async def test_the_value_of_a_secret_is_in_no_file_message_or_process_list_of_a_site_with_gateway_and_launcher(
+    host: tuple[Host, Hand], capfd: pytest.CaptureFixture[str]
+) -> None:
+    there, _ = host
+    there.write("/home/alice/key", f"{SECRET}\n", owner="alice", mode="600")
+    program = "import hashlib, os, time; print(hashlib.sha256(os.environ['KEY'].encode()).hexdigest(), flush=True); "
+    program += "exec('while not os.path.exists(\"go\"): time.sleep(0.05)')"
+    words = (
+        "submit",
+        "--secret",
+        "KEY=/home/alice/key",
+        "--env",
+        f"OTHER={PLAIN}",
+        "--",
+        sys.executable,
+        "-c",
+        program,
+    )
+    async with there.whole_site():
+        app = (await asyncio.to_thread(there.as_owner, "alice", *words)).split()[-1]
+        told = hashlib.sha256(SECRET.encode()).hexdigest()
+        logged = f"cat /srv/whole/node/logs/{app}*.log"
+        await asyncio.to_thread(until, lambda: told in lines_of(there, logged), "the task has it")
+        plain, found = holding(there, PLAIN), holding(there, SECRET)
+        listed = [telling(there, SECRET, "cmdline"), telling(there, PLAIN, "cmdline")]
+        known, main = telling(there, SECRET, "environ"), there.run("pgrep", "-u", "alice", "-f", "hashlib").split()
+        open_to_bob = [telling(there, word, "environ", user="bob") for word in (SECRET, PLAIN)]
+        kept = holding(there, PLAIN, user="bob")
+        shown = there.run("systemctl", "show", "--all", "gpu-arbiter-*")
+        there.write("/home/alice/go", "", owner="alice")
+        await asyncio.to_thread(lambda: there.as_owner("alice", "wait", app, check=False))
+        afterwards = holding(there, SECRET)
+    of_daemons = "".join(capfd.readouterr())
+    names = {path.rpartition("/")[2] for path in plain}
+    assert {"messages", "app-alice.db-wal", "journal.db-wal"} <= names, "what is no secret is found there"
+    assert (found, afterwards) == (set(), set())
+    assert listed == [set(), set()]
+    assert known == set(main), "the task itself has it, and no other process"
+    assert (open_to_bob, kept) == ([set(), set()], set())
+    assert ("DevicePolicy" in shown, SECRET in shown, PLAIN in shown) == (True, False, False)
+    assert (app in of_daemons, SECRET in of_daemons, PLAIN in of_daemons) == (True, False, False)
 
 
 @pytest.mark.full

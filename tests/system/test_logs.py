@@ -24,6 +24,7 @@ from node_agent.workers.records import file_name
 from protocol.config import ConfigError
 from protocol.messages import TaskId
 from tests.support.patience import PATIENCE_S
+from tests.support.room import take_room
 from tests.support.thread_site import ThreadSite
 
 A, B = TaskId("ada-1.0-a0"), TaskId("bob-1.0-a0")
@@ -177,6 +178,21 @@ def test_the_oldest_logs_go_with_their_notes_but_not_that_of_a_task_which_is_the
     assert {path.name for path in (tmp_path / "logs").iterdir()} == {
         f"{name}{end}" for name in ("new-1.0-a0", A) for end in (".log", ".cut")
     }
+
+
+def test_room_that_a_task_takes_beyond_the_end_of_its_log_is_freed_and_its_output_stays(tmp_path: Path) -> None:
+    logs = Logs(tmp_path, BOUND)
+    append(logs.path(A), lines(0, 100))
+    take_room(logs.path(A), 8 * BOUND)
+    assert (room(logs.path(A)) >= 8 * BOUND, logs.path(A).stat().st_size) == (True, 10_000)
+    logs.bound()
+    assert room(logs.path(A)) <= BOUND
+    assert read_all(logs, A) == (lines(0, 100), 0, 10_000)
+    append(logs.path(A), lines(100, 20_000))
+    take_room(logs.path(A), 8 * BOUND)
+    logs.bound()
+    assert room(logs.path(A)) <= 2 * BOUND, "of one that has been cut, too"
+    assert numbers(read_all(logs, A)[0])[-1] == 19_999
 
 
 @pytest.fixture

@@ -141,6 +141,7 @@ async def test_two_packed_jobs_are_clients_of_a_daemon_that_the_next_node_agent_
     assert not lives(second)
 
 
+@pytest.mark.full
 async def test_the_job_whose_own_kernel_faults_takes_the_other_down_once_and_then_fails_alone(
     tmp_path: Path, driver: StandIn
 ) -> None:

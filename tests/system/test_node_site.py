@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import psutil
 import pytest
 import structlog
 from msgspec.structs import replace
 
+from node_agent import daemon, procfs
 from node_agent.daemon import Kept
+from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers.records import read_json
 from protocol.messages import NodeReport
-from tests.support.node_site import Site, node_site, plan_of
+from tests.support.node_site import Site, config, node_site, plan_of
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+GIB = 2**30
 
 
 async def say(site: Site, name: str, *, epoch: int = 1, incarnation: int = 0) -> None:
@@ -51,6 +58,18 @@ async def test_a_node_keeps_to_its_site_over_restarts_until_it_is_told_to_leave_
         await say(site, "s-theirs", epoch=3)
         await site.report(lambda report: (report.site, report.epoch) == ("s-theirs", 3))
     assert (kept(tmp_path).site, kept(tmp_path).epoch) == ("s-theirs", 3)
+
+
+@pytest.mark.parametrize(("limit", "given", "parked"), [(6 * GIB, 0, 3 * GIB), (6 * GIB, GIB, GIB)])
+def test_where_control_groups_bound_a_node_agent_its_node_has_no_more_memory_than_they_allow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int, given: int, parked: int
+) -> None:
+    """In a container, half of the host's memory was taken to be there for parked jobs."""
+    monkeypatch.setattr(procfs, "memory_limit_bytes", lambda: limit)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=64 * GIB))
+    memory: Any = SimpleNamespace(kept=SimpleNamespace(incarnation=1))
+    facts = daemon._facts(config(tmp_path, host_memory_bytes=given), memory, SimulatedBackend("n1", 1), "boot")
+    assert (facts.total_bytes, facts.host_bytes) == (limit, parked)
 
 
 async def test_an_incarnation_that_was_made_up_is_counted_on_from_and_outlives_the_node_agent(tmp_path: Path) -> None:

@@ -157,6 +157,10 @@ while not os.path.exists({str(home / "gate")!r}):
         env={"PLAIN": "correct-horse-battery"},
         secrets={"API_KEY": str(home / "key")},
     )
+
+    def the_task_alone() -> bool:
+        return telling(VALUE, "environ") == {int((home / "pid").read_text() or 0)}
+
     with running_cluster(site, broker, "/") as cluster, cluster.client() as client:
         for node in cluster.nodes.values():  # what is sent to them stays at the broker meanwhile, and in its files
             node.signal(signal.SIGSTOP)
@@ -167,7 +171,9 @@ while not os.path.exists({str(home / "gate")!r}):
             node.signal(signal.SIGCONT)
         until(lambda: told.exists() and len(told.read_text()) == 64, "the task runs")
         while_running = holding(VALUE, site, broker.folder)
-        listed, known = telling(VALUE, "cmdline"), telling(VALUE, "environ")
+        listed = telling(VALUE, "cmdline")
+        # On a slow machine the nodes stand still for so long that the task is started again.
+        until(the_task_alone, "the task itself has the value, and no other process")
         plain = holding("correct-horse-battery", site)
         states = [site / "arbiter", site / "node-n1", site / "node-n2", site / "app"]
         opened = [path for folder in states for path in open_to_others(folder)]
@@ -182,7 +188,6 @@ while not os.path.exists({str(home / "gate")!r}):
     assert {"app-me.db-wal", "journal.db-wal", "spec.json"} <= plain, "what is no secret is where it is looked for"
     assert (on_the_way, while_running, afterwards) == (set(), set(), set())
     assert listed == set()
-    assert known == {int((home / "pid").read_text())}, "the task itself has it, and no other process"
     assert opened == []
     assert with_password == {"arbiter.toml", "n1.toml", "n2.toml", "app.toml"}, "the configurations, which name it"
     assert [told for told in told_of_daemons if f":{PASSWORD}@".encode() in told] == []

@@ -294,10 +294,19 @@ def test_a_step_that_is_no_index_is_named() -> None:
         session.init(total_steps=-1)
 
 
+STEP = "    optimizer.step()\n"
+
+
 @pytest.mark.full
 def test_the_example_in_the_docs_leaves_and_goes_on(agent: WorkerAgent, tmp_path: Path) -> None:
     example = str(ROOT / "examples" / "checkpointed.py")
-    with Worker(tmp_path, example) as worker:
+    text = Path(example).read_text()
+    assert STEP in text
+    slow = tmp_path / "slow.py"  # its 200 steps would be over before the order comes
+    slow.write_text(
+        text.replace("import sys\n", "import sys\nimport time\n").replace(STEP, STEP + "    time.sleep(0.1)\n")
+    )
+    with Worker(tmp_path, str(slow)) as worker:
         agent.wait((Hello, Progress), can_checkpoint=True)
         agent.order("leave")
         assert worker.end()[0] == EXIT_REQUEUE
@@ -893,7 +902,8 @@ COUNTED = """
     """
 
 
-@pytest.mark.parametrize("method", [pytest.param("spawn", marks=pytest.mark.full), "fork"])
+@pytest.mark.full
+@pytest.mark.parametrize("method", ["spawn", "fork"])
 def test_an_unchanged_script_that_spawns_is_as_many_training_processes_as_it_spawns(
     agent: WorkerAgent, tmp_path: Path, method: str
 ) -> None:
@@ -1011,6 +1021,7 @@ def test_an_explicit_step_end_is_the_only_boundary_once_it_is_called(agent: Work
     agent.wait(Finished, step=4)
 
 
+@pytest.mark.full
 def test_an_optimizer_that_steps_inside_backward_is_no_boundary(agent: WorkerAgent, tmp_path: Path) -> None:
     text = """
         import torch

@@ -7,6 +7,7 @@ import re
 import sqlite3
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -22,7 +23,7 @@ from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig
 from arbiter.core.arbiter import Arbiter, Event
-from arbiter.daemon import run_arbiter
+from arbiter.daemon import RETRY_S, run_arbiter
 from arbiter.ledger import Ledger
 from launch import doctor
 from protocol.bus.memory import MemoryBroker, MemoryBus
@@ -37,7 +38,7 @@ from protocol.messages import (
 )
 from protocol.shell import Shell
 from tests.support import postgres
-from tests.support.memory_site import QUICK, playing
+from tests.support.memory_site import QUICK, MemorySite, playing
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
@@ -84,6 +85,7 @@ async def test_leadership_goes_to_and_fro_and_no_arbiter_forgets_anything(
     arbiter = replayed(site.url)
     assert sorted(arbiter.state.apps) == [f"ana-{n}" for n in range(1, 6)]
     assert arbiter.state.epoch == epoch
+    assert arbiter.state.epoch_in_ids, "ids of leases may come again after a power cut"
     with closing(PostgresJournal[Event].of(site.url, Event, program="99")) as journal:
         told = [record.number for _id, record in Ledger(journal).events(EventFilter(), limit=10_000)]
     assert told == list(range(1, arbiter.state.events + 1)), "the ledger has a gap"
@@ -150,7 +152,7 @@ async def test_a_deposed_arbiter_says_so_and_leads_again_in_a_newer_epoch(
         ) as other:
             assert other.next_epoch(1) == epoch + 1
         plan = await site.next_plan(newer_than=epoch)
-        assert plan.epoch == epoch + 2
+        assert plan.epoch >= epoch + 2  # no smaller than the seconds of the clock
         (line,) = site.said("arbiter.stands_by")
         assert f"another host leads in epoch {epoch + 1}, and ours was {epoch}" in line["why"]
         assert "training goes on" in line["meaning"]
@@ -290,11 +292,70 @@ async def test_an_arbiter_of_an_older_version_waits_and_says_why(server: Private
         with closing(PostgresJournal[Event].of(site.url, Event, leader="host-b", program="99.0")) as other:
             other.next_epoch(1)
         site.arbiter()
-        async with asyncio.timeout(PATIENCE_S):
-            while not site.said("arbiter.stands_by"):  # noqa: ASYNC110 - a log has no event to wait for
-                await asyncio.sleep(0.02)
-        assert "host-b has led with version 99.0, newer than" in site.said("arbiter.stands_by")[0]["why"]
+        assert "host-b has led with version 99.0, newer than" in await _until_one_stands_by(site)
         assert site.epochs() == []
+
+
+async def test_a_newer_standby_takes_over_from_an_older_leader_which_then_waits_and_says_why(
+    server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An upgrade, arbiter by arbiter: the older one leads on, then follows nobody, and leads no more when it could."""
+    versions = ContextVar("versions", default="")
+    monkeypatch.setattr("arbiter.daemon.release", versions.get)  # each arbiter is a task, with a version of its own
+    monkeypatch.setattr("arbiter.daemon.SNAPSHOT_EVERY", 5)
+    monkeypatch.setattr("arbiter.daemon.FOLLOW_S", 0.05)
+    async with playing(tmp_path, server.database()) as site:
+        versions.set("0.1.0")
+        site.arbiter()
+        await site.until_led(1)
+        await site.submit("ana-1")
+        versions.set("0.2.0")
+        site.arbiter()
+        await site.enrol_node()  # snapshots are made, of an older version, which are not compared
+        assert (len(site.epochs()), site.said("arbiter.stands_by")) == (1, [])
+        site.drop_leader()
+        await site.until_led(2)
+        waits = await _until_one_stands_by(site)
+        assert re.search(r"has led with version 0\.2\.0, newer than 0\.1\.0 here; this arbiter waits: upgrade", waits)
+        await site.submit("ana-2")
+        site.drop_leader()
+        await site.until_led(3)
+        assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1", "ana-2"]
+        assert {line["why"] for line in site.said("arbiter.stands_by")} == {waits}, "the newer one does not wait"
+        assert site.said("standby.differs") == []
+    assert sorted(replayed(site.url).state.apps) == ["ana-1", "ana-2"]
+
+
+async def test_an_older_standby_of_a_newer_leader_waits_from_its_start_and_leads_when_it_was_upgraded(
+    server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = ContextVar("versions", default="")
+    monkeypatch.setattr("arbiter.daemon.release", versions.get)
+    async with playing(tmp_path, server.database()) as site:
+        versions.set("0.2.0")
+        leader = site.arbiter()
+        await site.until_led(1)
+        await site.submit("ana-1")
+        versions.set("0.1.0")
+        older = site.arbiter()
+        assert "newer than 0.1.0 here; this arbiter waits" in await _until_one_stands_by(site)
+        leader.cancel()
+        await asyncio.sleep(3 * RETRY_S)
+        assert len(site.epochs()) == 1, "it would read events of a version that it does not know"
+        older.cancel()
+        versions.set("0.2.0")
+        site.arbiter()
+        await site.until_led(2)
+        assert [each["id"] for each in (await site.ask("apps"))["apps"]] == ["ana-1"]
+
+
+async def _until_one_stands_by(site: MemorySite) -> str:
+    """Wait until an arbiter says that it waits; return why."""
+    async with asyncio.timeout(PATIENCE_S):
+        while not site.said("arbiter.stands_by"):  # noqa: ASYNC110 - a log has no event to wait for
+            await asyncio.sleep(0.02)
+    why: str = site.said("arbiter.stands_by")[0]["why"]
+    return why
 
 
 async def test_an_address_that_cannot_work_ends_the_arbiter_with_the_mend(

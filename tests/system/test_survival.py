@@ -83,6 +83,7 @@ def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+@pytest.mark.full  # test_time_slicing.py kills one, too
 @broker_test
 def test_training_outlives_a_node_agent(cluster: Cluster) -> None:
     cluster.fill(steps=400)  # a busy machine takes several seconds to start an agent: the workers must still be there

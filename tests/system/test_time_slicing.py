@@ -124,10 +124,11 @@ async def test_a_node_agent_killed_at_any_point_of_a_turn_costs_no_step_and_no_b
     assert digests(tmp_path) == alone
 
 
-#: Training whose GPU memory does not go when it is parked: an array of NumPy's, or the buckets in which DDP reduces
-#: gradients; and training that has taken its objects from the garbage collector, whose memory does go.
+#: Training whose GPU memory does not go when it is parked: an array of NumPy's, the buckets in which DDP reduces
+#: gradients, or what another of its processes holds, as one that has opened its memory by CUDA IPC; and training that
+#: has taken its objects from the garbage collector, whose memory does go.
 KEEPING = """
-import gc, sys, time
+import gc, subprocess, sys, time
 import numpy, torch
 kind, folder = sys.argv[1:]
 model = torch.nn.Linear(8192, 7000) if kind == "ddp" else torch.nn.Linear(64, 64)
@@ -139,6 +140,10 @@ if kind == "ddp":
 optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
 if kind == "frozen":
     gc.freeze()
+if kind == "ipc":
+    holds = "import sys; held = bytearray(b'1') * 640_000_000; print(flush=True); sys.stdin.read()"
+    other = subprocess.Popen([sys.executable, "-I", "-c", holds], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    other.stdout.readline()
 for step in range(60):
     model(torch.ones(1, size)).sum().backward()
     optimizer.step()
@@ -148,7 +153,7 @@ for step in range(60):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("kind", "suspended"), [("numpy", False), ("ddp", False), ("frozen", True)])
+@pytest.mark.parametrize(("kind", "suspended"), [("numpy", False), ("ddp", False), ("ipc", False), ("frozen", True)])
 async def test_a_job_that_keeps_memory_when_it_is_parked_does_not_leave_the_gpu_idle(
     tmp_path: Path, kind: str, suspended: bool
 ) -> None:

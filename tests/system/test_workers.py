@@ -12,8 +12,9 @@ import signal
 import socket
 import sys
 import textwrap
+import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,11 +26,13 @@ from msgspec.structs import replace
 from node_agent import procfs
 from node_agent.config import NodeConfig, load, parse
 from node_agent.daemon import run_node_agent
+from node_agent.devices import HungError
+from node_agent.devices.simulated import SimulatedBackend
 from node_agent.workers.manager import INHERITED, finished_of
 from node_agent.workers.records import Spec
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.config import ConfigError
-from protocol.messages import AppId, JobId, NodeReport, TaskId
+from protocol.messages import AppId, GpuId, JobId, NodeReport, TaskId
 from protocol.worker import ENVIRONMENT
 from tests.support.node_site import (
     WORKER,
@@ -98,6 +101,22 @@ async def test_a_worker_starts_works_and_finishes(site: Site) -> None:
     await site.plan(task_order(site.folder, A, "finish"))
     status = await site.exited(A)
     assert (status.outcome, status.exit_code, status.metrics) == ("finished", 0, {"accuracy": 0.5})
+
+
+async def test_a_driver_that_hangs_as_a_worker_starts_ends_no_node_agent_and_keeps_it_from_nothing_else(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked_in: list[threading.Thread] = []
+
+    def hang(_self: SimulatedBackend, _gpus: Sequence[GpuId]) -> None:
+        asked_in.append(threading.current_thread())
+        raise HungError("NVML did not answer within 10 s; a GPU of this node hangs")
+
+    monkeypatch.setattr(SimulatedBackend, "cpus", hang)
+    await site.plan(task_order(site.folder, A, "finish"))
+    assert (await site.exited(A)).outcome == "finished"
+    assert asked_in
+    assert threading.main_thread() not in asked_in
 
 
 async def test_a_script_that_crashes_at_once_is_failed_with_its_last_words(site: Site) -> None:

@@ -19,7 +19,7 @@ from arbiter.core.state.model import Active, App, ArbiterSettings, Dependent, En
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds, limits
 from protocol.core import Send
-from protocol.messages import AppId, AppReport, JobId, JobWish, Party, Refusal, Requirements, device_of
+from protocol.messages import AppId, AppReport, GpuId, JobId, JobWish, Party, Refusal, Requirements, device_of
 
 #: Apps that are over and remembered, with their stories; the ledger keeps their rounds and leases.
 OVER_MAX = 1000
@@ -69,6 +69,27 @@ def take_report(turn: Turn, sender: Party, report: AppReport) -> None:
 def speaks_for(sender: Party, report: AppReport) -> bool:
     """Whether a report is of an app of its sender."""
     return sender.role == "app" and report.app.rsplit("-", 1)[0] == sender.id
+
+
+def unknown_gpus(state: State, app: App | None, report: AppReport) -> set[GpuId]:
+    """Return the GPUs on which an app has put jobs, though by our state they were never its own: we lost their leases.
+
+    `app` is the app as we know it. GPUs that it had when it was heard last, or is leaving, prove nothing, nor do those
+    where a job is parked: it has lost their leases.
+    """
+    over = app is not None and isinstance(app.state, Settled | model.Refused)
+    if report.state != "active" or over or (app is not None and report.run != app.run):
+        return set()
+    before = {(job.id, job.attempt, job.gpus) for job in app.jobs} if app is not None else set()
+    news = (job for job in report.jobs if app is None or not job.suspended)
+    put = (job.gpus for job in news if (job.job, job.attempt, job.gpus) not in before)
+    return {gpu for gpus in put for gpu in gpus if _holder(state, gpu) != report.app}
+
+
+def _holder(state: State, gpu: GpuId) -> AppId | None:
+    """Return the app that has a GPU, or is leaving it."""
+    known = state.gpus.get(gpu)
+    return None if known is None or isinstance(known.state, model.Free) else known.state.lease.app
 
 
 def _contradict(turn: Turn, app: App, ended: Settled, report: AppReport) -> None:

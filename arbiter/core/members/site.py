@@ -10,9 +10,9 @@ is at work, is found out before it has said anything:
   that nodes have seen. It listens until all have spoken, and then leases to apps what their tasks are found running on.
 - *A journal that is older than what nodes have seen*, such as a copy of the folder, or one of which a power cut took
   the last moments: a report of a newer epoch says so, or of a later plan of an epoch before, or of a node of this
-  site that the journal does not know, or of an app with GPUs that the journal does not know. Nodes obey no plan of an
-  arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard of it. The
-  epoch goes beyond, and what runs is adopted likewise.
+  site that the journal does not know, or of an app with GPUs that were never its own by the journal. Nodes obey no
+  plan of an arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard
+  of it. The epoch goes beyond, and what runs is adopted likewise.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
@@ -30,9 +30,9 @@ from arbiter.core.leases import leases
 from arbiter.core.members import apps, nodes
 from arbiter.core.rounds import phases
 from arbiter.core.state import beats
-from arbiter.core.state.model import State
+from arbiter.core.state.model import Refused, Settled, State, Up
 from arbiter.core.turn import Turn
-from protocol.messages import AppReport, NodeReport, Party
+from protocol.messages import AppReport, NodeReport, Party, device_of
 
 #: An epoch beyond that was given out by no arbiter: those count starts, or began at the seconds of a clock.
 EPOCH_MAX = 2**52
@@ -52,6 +52,7 @@ def begin(turn: Turn, before: int) -> None:
     state = turn.state
     state.heard_own = False
     state.foreign.clear()
+    state.unheard = {node.id for node in state.nodes.values() if isinstance(node.state, Up)}
     if state.behind and state.listens_until is not None:
         _listen(turn)
         return
@@ -150,19 +151,27 @@ def note_epoch(turn: Turn, report: NodeReport) -> bool:
     elif _is_forgotten(state, report) and not state.behind and _just_began(turn):
         _overtake(turn, report.epoch, f"{_knows(report)}, and ours does not know that node")
     _note_obeyed(turn, report)
+    state.unheard.discard(report.node)
     return True
 
 
 def note_app(turn: Turn, sender: Party, report: AppReport) -> None:
-    """Listen first where an app of this site has GPUs and is not in the journal, which has lost the app's leases.
+    """Listen first where an app of this site has GPUs of which the journal knows nothing: it has lost their leases.
 
-    The app's nodes say so, too, but may be heard later than a round has given the app other GPUs.
+    The app's nodes say so, too, but may be heard later than a round has given these GPUs to another app, or other GPUs
+    to the app; and once it is told that they are not its own, an app begins its jobs anew.
     """
     state = turn.state
     of_ours = bool(state.site) and report.site == state.site and apps.speaks_for(sender, report)
-    gpus = sorted({gpu for job in report.jobs for gpu in job.gpus} if report.state == "active" else ())
-    if of_ours and gpus and report.app not in state.apps and not state.behind and _just_began(turn):
-        _overtake(turn, 0, f"{report.app} has {', '.join(gpus[:GPUS_NAMED])}, and ours does not know that app")
+    if not of_ours or state.behind or not _just_began(turn):
+        return
+    known = state.apps.get(report.app)
+    if known is not None and report.seq <= known.report_seq:  # it came late: the app has lost these GPUs since
+        return
+    gpus = sorted(apps.unknown_gpus(state, known, report))
+    if gpus:
+        unknown = "that app" if known is None else "these leases"
+        _overtake(turn, 0, f"{report.app} has {', '.join(gpus[:GPUS_NAMED])}, and ours does not know {unknown}")
 
 
 def _knows(report: NodeReport) -> str:
@@ -211,7 +220,7 @@ def listens(turn: Turn) -> bool:
     state = turn.state
     if state.listens_until is None:
         return False
-    if turn.now < state.listens_until:
+    if turn.now < state.listens_until or (turn.now < _given_up_at(state) and _is_unheard(state)):
         return True
     state.listens_until = None
     state.news = True
@@ -241,5 +250,25 @@ def _tell_forgotten(turn: Turn, found: int, over: int) -> None:
 
 
 def deadline(state: State) -> float | None:
-    """Return when listening ends, or None."""
-    return state.listens_until
+    """Return when listening ends, if it does not end by what is said; None if it is over."""
+    until = state.listens_until
+    return _given_up_at(state) if until is not None and state.now >= until else until
+
+
+def _given_up_at(state: State) -> float:
+    """Return when a node that has said nothing since this arbiter leads is given up for lost."""
+    return state.started_at + state.settings.node_timeout_s
+
+
+def _is_unheard(state: State) -> bool:
+    """Whether a journal that has lost its end has yet to hear of a node what runs there.
+
+    That is a node that it knows, or one that it does not, of whose GPUs an app says that they are its own. As long as
+    the arbiter does not know of them, it would tell the app so, which begins its jobs anew while they run there.
+    """
+    if not state.behind:
+        return False
+    if state.unheard:
+        return True
+    asked = (app for app in state.apps.values() if not isinstance(app.state, Settled | Refused))
+    return any(device_of(gpu) not in state.gpus for app in asked for job in app.jobs for gpu in job.gpus)

@@ -24,7 +24,7 @@ from arbiter.core.seam import (
 )
 from arbiter.core.state import fairness, model
 from arbiter.core.state.gpu_time import AppAccount
-from arbiter.core.state.index import Cache, Index
+from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Draining, Gpu, Leased, State
 from arbiter.core.turn import Turn
 from protocol import gpu_kinds
@@ -84,7 +84,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         takeable=may_be_taken,
         holders=holders,
         emptying=emptying(turn) if waits else (),
-        tenants=_tenants(turn),
+        tenants=_tenants(turn) if turn.policy.sees_tenants else {},
         budget_ms=state.settings.solver_budget_ms,
         interactive_share=state.settings.interactive_share,
         interactive_s=state.settings.interactive_s,
@@ -134,7 +134,7 @@ def looks(turn: Turn, gpus: Mapping[GpuId, GpuView]) -> Looks:
 def _look_anew(turn: Turn, gpus: Mapping[GpuId, GpuView], changed: Sequence[AppId]) -> None:
     """Bring up to date what is shown of these apps, and of those of whom GPUs are in play, or seats a guest's."""
     index, known = turn.index, SHOWN.of(turn.index)
-    promised, guests, in_play = leases.promised(turn), seats.seating(turn).guests, _in_play(index, gpus)
+    promised, guests, in_play = leases.promised(turn), seats.seating(turn).guests, _in_play(gpus)
     apart = index.active if index.divided else index.active & (in_play.keys() | guests.keys())
     for app_id in apart.union(changed):
         app, shown = turn.state.apps[app_id], known.get(app_id)
@@ -182,13 +182,12 @@ def _waits(view: AppView) -> bool:
     return view.requirements.kind == "interactive" and view.want > 0 and not (view.kept or view.renewable)
 
 
-def _in_play(index: Index, gpus: Mapping[GpuId, GpuView]) -> dict[AppId, tuple[GpuId, ...]]:
-    """Return the GPUs in play that each app holds, sorted."""
+def _in_play(gpus: Mapping[GpuId, GpuView]) -> dict[AppId, tuple[GpuId, ...]]:
+    """Return the GPUs in play that each app holds, by id as these are."""
     found: dict[AppId, tuple[GpuId, ...]] = {}
-    for gpu_id in sorted(gpus.keys() - index.free):
-        holder = gpus[gpu_id].holder
-        assert holder is not None
-        found[holder] = (*found.get(holder, ()), gpu_id)
+    for gpu_id, view in gpus.items():
+        if view.holder is not None:
+            found[view.holder] = (*found.get(view.holder, ()), gpu_id)
     return found
 
 

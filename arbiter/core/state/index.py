@@ -106,6 +106,7 @@ class Index:
         #: The last views of GPUs, with what they were derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
         self.task_versions: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
+        self.figures: dict[AppId, int] = defaultdict(int)  #: grows whenever one of its tasks is reported, comes or goes
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
         self._free_views: dict[GpuId, GpuView] = {}  #: the free ones of them
@@ -252,8 +253,8 @@ class Index:
                 else:
                     views.pop(gpu_id, None)
         if added:
-            self._revocable = dict(sorted(self._revocable.items()))
-            self._free_views = dict(sorted(self._free_views.items()))
+            self._revocable = _in_order(self._revocable)
+            self._free_views = _in_order(self._free_views)
         self._touched.clear()
 
     def census(self) -> tuple[int, int, tuple[GpuView, ...]]:
@@ -373,12 +374,14 @@ class Index:
             self.parted.add(task.job)
 
     def mark(self, task: model.Task) -> None:
-        """Note whether preempting this task would throw away its work."""
+        """Note that a task may have new figures, and whether preempting it would throw away its work."""
+        self.figures[task.app] += 1
         (self.at_risk.add if task.at_risk else self.at_risk.discard)(task.id)
 
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
         self.at_risk.discard(task.id)
+        self.figures[task.app] += 1
         self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
@@ -408,6 +411,10 @@ class Index:
         alike = alike and (+self.owned, self.at_risk) == (+other.owned, other.at_risk)
         alike = alike and self.dependent == other.dependent
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
+
+
+def _in_order(views: dict[GpuId, GpuView]) -> dict[GpuId, GpuView]:
+    return {gpu: views[gpu] for gpu in sorted(views)}
 
 
 def _filled(items: Iterable[tuple[str, set[GpuId]]] | Iterable[tuple[str, set[TaskId]]]) -> dict[str, set[str]]:

@@ -664,6 +664,9 @@ class State(Struct):
     blocked: tuple[BlockedGangs, ...] = ()  #: the kinds of gangs, of several GPUs, that wait; see `alignment`
     aligned: dict[GpuId, float] = field(default_factory=dict)  #: whose leases end together, and when
     leases_made: int = 0
+    #: Ids of leases name the epoch: a journal that has lost its end counts some leases again, and no epoch comes again.
+    #: False where an older version has decided, whose events are replayed with the ids that it gave.
+    epoch_in_ids: bool = False
     rest: StoryLine | None = None  #: the sentence of the last round for apps without one of their own
     stories: dict[str, list[StoryLine]] = field(default_factory=dict)
     asked: tuple[Asked, ...] = ()  #: the apps that have asked for a booking last, the newest last
@@ -686,6 +689,7 @@ class State(Struct):
     journal_epoch: int = 0  #: of an arbiter that is: the newest epoch in which it gave orders before it learnt so
     restored: str = ""  #: the backup that the journal was restored from, until it has listened once
     listens_until: float | None = None  #: it only listens until then
+    unheard: set[NodeId] = field(default_factory=set)  #: the nodes that have not spoken since this arbiter leads
     declarations: dict[str, Declared] = field(default_factory=dict)  #: by owner; see `members.declarations`
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
     stops: dict[JobId, JointStop] = field(default_factory=dict)  #: of jobs on several nodes that are to leave

@@ -5,6 +5,7 @@ Each job wants all GPUs of this host (and trains on the first), so that both sha
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -123,7 +124,8 @@ def _trained(setting: Setting, client: Client, check: Callable[[], None], folder
     gang = _gpus(client)
     begun, digests = time.monotonic(), {}
     for seed, name in enumerate(NAMES):
-        client.submit(_spec(folder, scale, seed, name, gang))
+        command = _command(folder, scale, seed, name)
+        client.submit(app_of(folder, name, command, gang=gang, steps=scale.steps))
     seen = _watch(setting, client, check, begun + scale.limit_s)
     for name in NAMES:
         path = folder / f"{name}.sha256"
@@ -142,19 +144,20 @@ def _gpus(client: Client) -> int:
     return len(usable)
 
 
-def _spec(folder: Path, scale: Scale, seed: int, name: str, gang: int) -> AppSpec:
-    from os import environ
-
+def app_of(
+    folder: Path, name: str, command: tuple[str, ...], *, gang: int = 1, steps: int = 0, grace_s: float = 20.0
+) -> AppSpec:
+    """Return an app of one job, with the variables that the host's PyTorch may need; 0 steps: it does not say."""
     return AppSpec(
-        trials=(_command(folder, scale, seed, name),),
+        trials=(command,),
         cwd=str(folder),
         checkpoint_root=str(folder / "checkpoints"),
         tenant="default",
         name=name,
-        env=environment([variable for variable in PASSED_ON if variable in environ], environ),
+        env=environment([variable for variable in PASSED_ON if variable in os.environ], os.environ),
         gang=gang,
-        steps_total=scale.steps,
-        requirements=Requirements(grace_s=20.0),
+        steps_total=steps,
+        requirements=Requirements(grace_s=grace_s),
     )
 
 

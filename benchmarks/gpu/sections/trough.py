@@ -5,7 +5,6 @@ The image of a suspended process lies in its own host memory, so that what this 
 
 from __future__ import annotations
 
-import os
 import random
 import subprocess
 import sys
@@ -19,16 +18,13 @@ from typing import Any, Literal
 
 from msgspec.structs import replace
 
-from app_agent.core.spec import AppSpec
 from benchmarks.gpu.record import Figures, Section, Setting, Skip
-from benchmarks.gpu.sections.demo import PASSED_ON
+from benchmarks.gpu.sections.demo import app_of
 from benchmarks.gpu.sections.driver import LIMIT_S, LOCK_S, ask, helper_of, resident_bytes
 from launch import log_lines
 from launch.client import Client, open_client
 from launch.demo import settings
 from launch.site.site import end_everything, in_process, local_site, memory_bus, wait_ready
-from launch.spec import environment
-from protocol.messages import Requirements
 
 JOB = Path(__file__).resolve().parents[1] / "cyclic.py"
 Read = Literal["forward", "update"]
@@ -37,7 +33,7 @@ READS: tuple[Read, ...] = ("forward", "update")
 SUSPENSIONS = 3
 #: Of what is moved at any moment, so much may be moved at the trough: activations of some layers, and all weights.
 LOW, STEP_ERROR = 0.25, 0.03
-KNOWN_S, TURN_S, RUN_S, QUANTUM_S = 50.0, 30.0, 0.7, 2.0
+KNOWN_S, TURN_S, RUN_S, QUANTUM_S, GRACE_S = 50.0, 30.0, 0.7, 2.0, 30.0
 #: Suspending and resuming may take so many times a turn: they are what is measured.
 OVERHEAD_MAX = 6.0
 REAL = ("--device", "cuda")
@@ -128,10 +124,11 @@ def _on_a_site(setting: Setting, scratch: Path, read: Read) -> Figures:
 
 
 def _taking_turns(setting: Setting, client: Client, check: Callable[[], None], folder: Path, read: Read) -> Figures:
-    client.submit(_spec(folder, read, _command(setting, folder, read, 600.0)))
+    client.submit(app_of(folder, read, _command(setting, folder, read, 600.0), grace_s=GRACE_S))
     known = _look(client, check, KNOWN_S, lambda task: bool(task["measured"]["source"] != "unknown"))
     other = setting.pick(OTHER, OTHER_REHEARSED)
-    client.submit(_spec(folder, "other", (sys.executable, str(OTHER_JOB), *other, "--out", str(folder / "other"))))
+    line = (sys.executable, str(OTHER_JOB), *other, "--out", str(folder / "other"))
+    client.submit(app_of(folder, "other", line, grace_s=GRACE_S))
     pid = _begun(folder)
     turns = [{"image_bytes": _image_bytes(client, check, pid)} for _ in range(SUSPENSIONS)]
     told = {key: known["measured"][key] for key in ("source", "confidence", "periods", "trough_bytes", "peak_bytes")}
@@ -171,18 +168,6 @@ def _look(client: Client, check: Callable[[], None], patience_s: float, seen: Ca
                 break
         time.sleep(0.05)
     return task
-
-
-def _spec(folder: Path, name: str, command: tuple[str, ...]) -> AppSpec:
-    return AppSpec(
-        trials=(command,),
-        cwd=str(folder),
-        checkpoint_root=str(folder / "checkpoints"),
-        tenant="default",
-        name=name,
-        env=environment([variable for variable in PASSED_ON if variable in os.environ], os.environ),
-        requirements=Requirements(grace_s=30.0),
-    )
 
 
 def _judge(section: Section, read: Read, site: Figures, whole: Figures) -> None:

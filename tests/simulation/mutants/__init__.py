@@ -39,7 +39,10 @@ from node_agent.core.suspend_methods import SuspendMethods
 from node_agent.core.verdict import Verdict, judge
 from protocol import gpu_kinds
 from protocol.messages import LeaseId
-from simulator.faults.injector import FaultInjector, Record, Standby
+from simulator.faults.formers import Former
+from simulator.faults.injector import FaultInjector
+from simulator.faults.journals import Record, Standby, Writer
+from simulator.world import World
 
 Mutant = Callable[[], AbstractContextManager[None]]
 MUTANTS: dict[str, Mutant] = {}
@@ -382,15 +385,16 @@ def parked_jobs_wish_for_the_same_gpus() -> Iterator[None]:
 
 @mutant
 def the_journal_is_written_after_handling() -> Iterator[None]:
-    append = Record.append
+    def late(append: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
+        def wait(self: Any, entry: Any) -> None:
+            waiting = getattr(self, "waiting", None)
+            self.waiting = entry
+            if waiting is not None:
+                append(self, waiting)
 
-    def late(self: Any, entry: Any) -> None:
-        waiting = getattr(self, "waiting", None)
-        self.waiting = entry
-        if waiting is not None:
-            append(self, waiting)
+        return wait
 
-    with patch.object(Record, "append", late):
+    with patch.object(Record, "append", late(Record.append)), patch.object(Writer, "append", late(Writer.append)):
         yield
 
 
@@ -423,6 +427,24 @@ def effects_are_performed_before_the_commit() -> Iterator[None]:
         return True
 
     with patch.object(FaultInjector, "_watch", eager):
+        yield
+
+
+@mutant
+def the_store_takes_what_a_former_leader_commits() -> Iterator[None]:
+    with patch.object(World, "leads", lambda *_: True):
+        yield
+
+
+@mutant
+def a_former_leader_performs_what_is_refused() -> Iterator[None]:
+    may_perform = Former.may_perform
+
+    def eager(self: Former, event: Any, effects: Any) -> bool:
+        may_perform(self, event, effects)
+        return True
+
+    with patch.object(Former, "may_perform", eager):
         yield
 
 

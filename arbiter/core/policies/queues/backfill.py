@@ -20,6 +20,7 @@ class Backfill(Ranked):
     """First that fits, first served."""
 
     traits = Traits("lasting")
+    sees_tenants = False
     by = "in order of arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

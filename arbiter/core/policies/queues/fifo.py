@@ -17,6 +17,7 @@ class Fifo(Ranked):
     """First come, first served."""
 
     traits = Traits("lasting", strict="all")
+    sees_tenants = False
     by = "in order of arrival"
 
     def order(self, view: View) -> Sequence[AppView]:

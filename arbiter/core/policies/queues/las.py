@@ -48,6 +48,7 @@ class Las(Ranked):
     """Least attained service first, in two queues."""
 
     traits = Traits("revocable")
+    sees_tenants = False
     by = "by queue, then arrival"
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:

@@ -20,6 +20,7 @@ class Optimus(Ranked):
     """Greatest decrease of remaining time first."""
 
     traits = Traits("lease")
+    sees_tenants = False
     by = "by time that one more gang saves"
 
     def order(self, view: View) -> Sequence[AppView]:

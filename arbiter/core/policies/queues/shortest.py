@@ -32,6 +32,7 @@ class _Shortest(Ranked):
     """The least that is left first."""
 
     traits = Traits("revocable")
+    sees_tenants = False
     unit: ClassVar[str]
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:

@@ -21,6 +21,7 @@ class Slaq(Ranked):
     """Greatest decrease of loss first."""
 
     traits = Traits("lease")
+    sees_tenants = False
     by = "by loss that one more gang takes off"
 
     def order(self, view: View) -> Sequence[AppView]:

@@ -95,6 +95,8 @@ class Themis(Policy):
 
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
+        #: The view that was split last, with its split: `bidders` and `allocate` are asked of one and the same view.
+        self._last_split: tuple[View, dict[GpuId, TenantId]] | None = None
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
@@ -109,10 +111,17 @@ class Themis(Policy):
         for app in able:
             by_tenant.setdefault(app.tenant, []).append(app)
         if len({app.tenant for app in view.apps}) > 1 and not _some_stay(view):
-            of_gpus = frozenset(_split(view, self._settings.excess).values())
+            of_gpus = frozenset(self._split(view).values())
             by_tenant = {tenant: apps for tenant, apps in by_tenant.items() if tenant in of_gpus}
         chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps)}
         return tuple(app.app for app in view.apps if app.app in chosen)
+
+    def _split(self, view: View) -> dict[GpuId, TenantId]:
+        """Return the tenant whose part each GPU in play is, whoever saw the offer."""
+        last = self._last_split
+        if last is None or not _is_same(last[0], view):
+            last = self._last_split = view, _split(view, self._settings.excess)
+        return last[1]
 
     def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
         if not able:
@@ -128,7 +137,7 @@ class Themis(Policy):
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why."""
         if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
-            return within_tenants(view, bids, clock, self._settings)
+            return within_tenants(view, bids, clock, self._settings, self._split(view))
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
@@ -355,13 +364,14 @@ class _Round:
 # --- tenants first ----------------------------------------------------------------------------------------------------
 
 
-def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings) -> Allocation:
+def within_tenants(
+    view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings, owner: Mapping[GpuId, TenantId]
+) -> Allocation:
     """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
 
     The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
     greatest rho; the sum of each tenant's apps is its part.
     """
-    owner = _split(view, settings.excess)
     tenants = sorted({app.tenant for app in view.apps})
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
     shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
@@ -380,6 +390,12 @@ def within_tenants(view: View, bids: Mapping[AppId, Bid], clock: Clock | None, s
         facts=_all_facts([each.facts for each in held.values()]),
         rest="" if len(told) == len(view.apps) else _rest(assign),
     )
+
+
+def _is_same(one: View, other: View) -> bool:
+    """Whether two views are the very same, but for the apps that saw the offer."""
+    fields = (name for name in View.__struct_fields__ if name != "offered")
+    return all(getattr(one, name) is getattr(other, name) for name in fields)
 
 
 def _some_stay(view: View) -> bool:
