@@ -422,6 +422,7 @@ class Traits(Struct, frozen=True):
     together: bool = False
     #: Its view shows apps that hold GPUs and want no more, too, also while no GPU of theirs is in play.
     all_holders: bool = False
+    judges_demand: bool = False  #: it goes by what an app has shown that it uses, too, and gives it no more than that
     tenant_shares: bool = False  #: it promises each tenant its part of the GPU time, whatever its settings
 
 

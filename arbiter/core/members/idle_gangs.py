@@ -4,7 +4,7 @@ An app that asks for more GPUs than it can use would be done in less time, if th
 times serves it sooner. It is found out once it is given a gang more than it runs on and asks on, though it gives that
 back, or lets it lie idle for long. From then on it has shown only what it runs on (`App.shown`), whatever it asks for,
 until it runs on more. For some leases it is given no more than that; then it may try again. On which GPUs tasks have
-begun is the word of node agents.
+begun is the word of node agents. All of this is for policies that judge demands (`Traits.judges_demand`).
 
 An honest app asks for no more than it wants, and starts its jobs on what it gets. If a job ends in between, it asks for
 less; then nothing follows from what it gives back. A part of a gang can be of no use to an honest app, and neither can
@@ -53,7 +53,8 @@ def note_runs(turn: Turn, task: Task) -> None:
 
 
 def _counts(turn: Turn, app: App) -> bool:
-    return not app.elastic and turn.state.settings.sharing == "exclusive" and bool(turn.index.gpus[app.id])
+    judged = turn.policy.traits.judges_demand and turn.state.settings.sharing == "exclusive"
+    return judged and not app.elastic and bool(turn.index.gpus[app.id])
 
 
 def _note_runs(turn: Turn, app: App, held: Sequence[Gpu]) -> App:

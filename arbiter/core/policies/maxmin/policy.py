@@ -74,7 +74,7 @@ DEFAULTS = Settings()
 class MaxMinFtf(Ranked):
     """The apps that must run now to end in time first."""
 
-    traits = Traits("lease", together=True, all_holders=True)
+    traits = Traits("lease", together=True, all_holders=True, judges_demand=True)
     migrates: ClassVar[bool] = True
     by = "by time to spare"
 
