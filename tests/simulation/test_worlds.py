@@ -377,7 +377,7 @@ def test_nodes_know_more_than_the_journal_no_more_often_than_it_lost_its_end(run
         checks.judge_effects(running, effects)
     checks = judged(running)
     checks.forget(running.arbiter.core.state, [], 1)
-    for _ in running.nodes:
+    for _ in (*running.nodes, "an app, before any of these"):
         checks.judge_effects(running, effects)
     with pytest.raises(Violation, match="nodes know more than the journal"):
         checks.judge_effects(running, effects)
