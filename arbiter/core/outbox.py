@@ -33,26 +33,14 @@ def say(turn: Turn) -> None:
         state.beat_at, state.beats = turn.now, state.beats + 1
         nodes.update(beats.part(state, state.nodes, len(state.nodes)))
         apps.update(beats.part(state, state.apps, len(turn.index.active)))
-    looked = nodes | turn.nodes
-    asks = _asks_of_others(turn, looked)
-    for node_id in sorted(looked | asks.keys()):
-        # Its own GPUs and tasks are as they were: only an app that is on other nodes, too, may have news for it.
-        if node_id in looked or any(plans.has_news(turn, node_id, app_id) for app_id in asks[node_id]):
-            _say_plan(turn, state.nodes[node_id], restate=node_id in nodes)
+    for app_id in sorted(turn.apps):
+        turn.nodes |= {state.tasks[task].node for task in turn.index.tasks[app_id]}
+        turn.nodes |= {state.gpus[gpu].node for gpu in turn.index.gpus[app_id]}
+    for node_id in sorted(nodes | turn.nodes):
+        _say_plan(turn, state.nodes[node_id], restate=node_id in nodes)
     _say_preempted(turn)
     for app_id in sorted(apps | turn.apps):
         _say_holdings(turn, state.apps[app_id], restate=app_id in apps)
-
-
-def _asks_of_others(turn: Turn, looked: set[NodeId]) -> dict[NodeId, list[AppId]]:
-    """Return the nodes that are not `looked` at by themselves, and the apps on them whose holdings may have changed."""
-    state, found = turn.state, dict[NodeId, list[AppId]]()
-    for app_id in sorted(turn.apps):
-        tasks, gpus = turn.index.tasks[app_id], turn.index.gpus[app_id]
-        for node_id in {state.tasks[task].node for task in tasks} | {state.gpus[gpu].node for gpu in gpus}:
-            if node_id not in looked:
-                found.setdefault(node_id, []).append(app_id)
-    return found
 
 
 def _say_plan(turn: Turn, node: model.Node, *, restate: bool) -> None:

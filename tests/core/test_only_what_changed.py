@@ -1,7 +1,7 @@
 """The cores look at what has changed, and not again at all that there is: their answers are the same, and sooner.
 
-That what they keep is what they would derive anew is asserted after every event (`Arbiter.validate`,
-`AppAgent.validate`); here is asserted that they do keep it.
+That what an app agent keeps is what it would derive anew is asserted after every event (`AppAgent.validate`); here is
+asserted that it does keep it.
 """
 
 from __future__ import annotations
@@ -12,16 +12,13 @@ import pytest
 from msgspec.structs import replace
 
 from app_agent.core import app as app_facts
-from arbiter.core.leases import plans
 from arbiter.core.policies.themis import policy as themis
 from arbiter.core.registry import POLICIES
-from arbiter.core.rounds import claim_audit
 from arbiter.core.seam import GpuView, TenantView
-from protocol.messages import NodeId, TaskStatus, TenantId
+from protocol.messages import TenantId
 from tests.core.test_policies_ordered import job, round_of
-from tests.core.test_spanning import ON_N1, part, running
 from tests.support.app_harness import Bench
-from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
+from tests.support.arbiter_site import SETTINGS, Site
 from tests.support.auctions import app_of, gpus_of, view_of
 
 BLIND = sorted(name for name, entry in POLICIES.items() if not entry.kind.sees_tenants)
@@ -46,61 +43,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tup
 
 
 Counted = Callable[[object, str], list[tuple[object, ...]]]
-
-
-@pytest.fixture
-def unvalidated(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no validation look at anything."""
-    monkeypatch.setattr("arbiter.core.arbiter.Arbiter.validate", lambda _: None)
-
-
-@pytest.mark.usefixtures("unvalidated")
-def test_news_of_one_node_of_a_gang_has_only_that_nodes_plan_composed(counted: Counted) -> None:
-    site = running()
-    looked = counted(plans, "outline_of")
-    site.node("n1", tasks=[part(0, can_checkpoint=True)], used=ON_N1)
-    assert [node.id for _, node, *_ in looked] == ["n1"]  # type: ignore[attr-defined]
-
-
-def test_news_of_one_node_that_matters_to_the_others_reaches_them() -> None:
-    site = running()
-    before = site.plans[NodeId("n2")].seq
-    site.node("n1", tasks=[part(0, "exited", outcome="failed", exit_code=1)])
-    (order,) = site.plans[NodeId("n2")].tasks
-    assert (order.want, site.plans[NodeId("n2")].seq) == ("stop", before + 1)
-
-
-def measured(step: int) -> TaskStatus:
-    return task("ana-1", 0, [gpu_id("n1", 0)], step=step, start_step=-1, total_steps=1000, step_s=2.0)
-
-
-def occupied() -> Site:
-    """`ana-1` trains on one GPU of two; too little of it was seen to compare its claims."""
-    site = Site(replace(SETTINGS, policy="srtf"))
-    site.node("n1", 2)
-    site.play_round(site.app("ana-1") + site.wait(0))
-    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu_id("n1", 0)])], left_gpu_s=1800.0)
-    site.node("n1", tasks=[measured(3)], used=[gpu_id("n1", 0)])
-    return site
-
-
-@pytest.mark.usefixtures("unvalidated")
-def test_claims_that_could_not_be_compared_are_looked_at_again_with_new_figures_only(counted: Counted) -> None:
-    site = occupied()
-    looked = counted(claim_audit, "_measured")
-
-    def hold_round(app: str) -> int:
-        """Let an app come, so that a round is held; return how often the claims of `ana-1` were looked at."""
-        site.wait(2.0)
-        looked.clear()
-        site.play_round(site.app(app) + site.wait(0))
-        return sum(each.id == "ana-1" for _, each in looked)  # type: ignore[attr-defined]
-
-    site.node("n1", tasks=[measured(4)], used=[gpu_id("n1", 0)])
-    assert hold_round("bob-1") == 1
-    assert hold_round("bob-2") == 0
-    site.node("n1", tasks=[measured(99)], used=[gpu_id("n1", 0)])
-    assert hold_round("bob-3") == 1
 
 
 @pytest.mark.parametrize("name", BLIND)

@@ -122,23 +122,6 @@ def outline_of(turn: Turn, node: model.Node) -> Outline:
     )
 
 
-def has_news(turn: Turn, node_id: NodeId, app_id: AppId) -> bool:
-    """Whether the orders of an app for a node are others than it was told last."""
-    said = OUTLINES.of(turn.index).get(node_id)
-    if said is None:
-        return True
-    orders = _orders_for(turn, turn.state.nodes[node_id], app_id) if app_id in turn.state.apps else NOTHING
-    before = next((told for told in said.orders if told[0].app == app_id), NOTHING)
-    return orders is not before and bool(orders or before)
-
-
-def is_unsaid(turn: Turn, node: model.Node) -> bool:
-    """Whether there is news for a node that it was not told in a plan."""
-    outline = outline_of(turn, node)
-    news = plan_news(plan_of(turn, node, outline), outline.over)
-    return not (node.plan_digest and news.told_by(node.plan_digest, outline.over))
-
-
 def plan_of(turn: Turn, node: model.Node, outline: Outline | None = None) -> NodePlan:
     """Return all that should be on `node` now."""
     outline = outline or outline_of(turn, node)

@@ -24,7 +24,6 @@ from msgspec.structs import replace
 
 from arbiter.core.leases import leases
 from arbiter.core.state import fairness, model
-from arbiter.core.state.index import Cache
 from arbiter.core.state.model import App, Claim, Quantity, Task
 from arbiter.core.turn import Turn
 from protocol.messages import AppId
@@ -37,10 +36,6 @@ STEPS_MIN = 30
 NOISE_S = 10.0
 
 
-#: By app that cannot be compared: its newest report, and the version of its tasks' figures; no other could.
-INCOMPARABLE: Cache[AppId, tuple[int, int]] = Cache(lasting=True, by_app=True)
-
-
 class Said(Struct, frozen=True):
     """The claims of an app in a round, if it made any: its rho, and its rho if it gains nothing."""
 
@@ -51,28 +46,14 @@ class Said(Struct, frozen=True):
 def compare(turn: Turn, said: Mapping[AppId, Said]) -> tuple[Claim, ...]:
     """Return the claims that are off, of the apps in `said` that can be compared; their stories tell what is new."""
     off: list[Claim] = []
-    incomparable = INCOMPARABLE.of(turn.index)
-    apps = map(turn.state.apps.__getitem__, turn.index.active & turn.index.holders & said.keys())
-    for app in sorted([app for app in apps if incomparable.get(app.id) != _key(turn, app)], key=lambda app: app.id):
+    for app_id in sorted(turn.index.active & turn.index.holders & said.keys()):
+        app = turn.state.apps[app_id]
         measured = _measured(turn, app)
-        if measured is None:
-            incomparable[app.id] = _key(turn, app)
-        else:
-            found = tuple(claim for claim in _claims(turn, app, said[app.id], measured) if _is_off(claim, measured))
+        if measured is not None:
+            found = tuple(claim for claim in _claims(turn, app, said[app_id], measured) if _is_off(claim, measured))
             _tell(turn, app, found)
             off += found
     return tuple(off)
-
-
-def wrongly_passed_over(turn: Turn) -> list[AppId]:
-    """Return the apps whose claims `compare` would pass over, though they can be compared; there must be none."""
-    known = INCOMPARABLE.of(turn.index).items()
-    apps = [turn.state.apps[app_id] for app_id, key in known if key == _key(turn, turn.state.apps[app_id])]
-    return [app.id for app in apps if _measured(turn, app) is not None]
-
-
-def _key(turn: Turn, app: App) -> tuple[int, int]:
-    return app.report_seq, turn.index.figures[app.id]
 
 
 class _Measured(Struct, frozen=True):
@@ -87,7 +68,7 @@ class _Measured(Struct, frozen=True):
 
 
 def _measured(turn: Turn, app: App) -> _Measured | None:
-    """Return what was measured of all jobs of `app`; None if that is not known of every one, by its newest figures."""
+    """Return what was measured of all jobs of `app`; None if that is not known of every one."""
     if not app.jobs or app.left_gpu_s is None or app.array - app.array_over > len(app.jobs):
         return None
     running = {task.job: task for task in map(turn.state.tasks.__getitem__, turn.index.tasks[app.id]) if task.alive}

@@ -106,7 +106,6 @@ class Index:
         #: The last views of GPUs, with what they were derived from: most are the same in the next round.
         self._gpu_views: dict[GpuId, tuple[model.Gpu, GpuView]] = {}
         self.task_versions: dict[AppId, int] = defaultdict(int)  #: grows whenever its GPUs or tasks change
-        self.figures: dict[AppId, int] = defaultdict(int)  #: grows whenever one of its tasks is reported, comes or goes
         self.holders: set[AppId] = set()  #: apps that have a GPU, leased or draining
         self._revocable: dict[GpuId, GpuView] = {}
         self._free_views: dict[GpuId, GpuView] = {}  #: the free ones of them
@@ -374,14 +373,12 @@ class Index:
             self.parted.add(task.job)
 
     def mark(self, task: model.Task) -> None:
-        """Note that a task may have new figures, and whether preempting it would throw away its work."""
-        self.figures[task.app] += 1
+        """Note whether preempting this task would throw away its work."""
         (self.at_risk.add if task.at_risk else self.at_risk.discard)(task.id)
 
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
         self.at_risk.discard(task.id)
-        self.figures[task.app] += 1
         self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
