@@ -375,7 +375,7 @@ class World:
         self.go_on(self._actors[party])
 
     def go_on(self, actor: Actor) -> None:
-        """Let a process go on that stands still, also that of an arbiter which nobody speaks to any more."""
+        """Let a process go on that stands still, also that of an arbiter to which no message goes any more."""
         if actor.held is not None:
             held, actor.held = actor.held, None
             for event in (*held, Tick()):

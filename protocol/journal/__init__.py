@@ -127,7 +127,7 @@ class Journal(Protocol[EventT]):
     def snapshot(self, blob: bytes, end: tuple[int, float] | None = None) -> None:
         """Store the state that events led to, and prune the rows that no restart needs any more.
 
-        `end` was that of the journal when the state was; by default it is now, where nobody appends meanwhile.
+        `end` was that of the journal when the state was; by default it is now, where nothing is appended meanwhile.
         """
         ...
 

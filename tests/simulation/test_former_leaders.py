@@ -59,7 +59,7 @@ def test_the_store_refuses_all_that_a_deposed_arbiter_writes() -> None:
     former = world.take_over(Arbiter())
     deposed = Writer(record, world, former)
     deposed.append((2.0, Tick()))
-    deposed.commit()  # nobody has taken an epoch yet
+    deposed.commit()  # no epoch has been taken since
     world.lead()
     for _ in range(2):
         deposed.append((3.0, Tick()))
@@ -132,7 +132,7 @@ def test_a_leader_that_knows_that_it_has_lost_its_token_leads_again_with_the_cor
         Fault(18.0, "crash", for_s=2.0),  # no standby is left: the next leader starts again
         Fault(18.0, "crash", for_s=2.0, midway=True),
         Fault(18.0, "stale", lost_s=5.0),  # the store itself has been away
-        takeover("cut", at=18.0),  # there is nobody to take over
+        takeover("cut", at=18.0),  # there is no standby to take over
         takeover("cut", at=30.0),  # the former leader is the standby by then
         Fault(15.5, "crash", for_s=0.0),  # the leader ends before the standby leads
         Fault(15.5, "freeze", for_s=0.2),

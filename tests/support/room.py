@@ -13,7 +13,7 @@ KEEP_SIZE = 0x01
 
 
 def take_room(path: Path, size: int) -> None:
-    """Take `size` bytes of the disk for a file, which keeps its length, as anyone may who can write to it."""
+    """Take `size` bytes of the disk for a file, which keeps its length, as each process may that can write to it."""
     libc = ctypes.CDLL(None, use_errno=True)
     fd = os.open(path, os.O_WRONLY | os.O_APPEND)
     try:

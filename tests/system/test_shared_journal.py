@@ -299,7 +299,7 @@ async def test_an_arbiter_of_an_older_version_waits_and_says_why(server: Private
 async def test_a_newer_standby_takes_over_from_an_older_leader_which_then_waits_and_says_why(
     server: PrivatePostgres, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An upgrade, arbiter by arbiter: the older one leads on, then follows nobody, and leads no more when it could."""
+    """An upgrade, arbiter by arbiter: the older one leads on, then follows no leader, and cannot lead any more."""
     versions = ContextVar("versions", default="")
     monkeypatch.setattr("arbiter.daemon.release", versions.get)  # each arbiter is a task, with a version of its own
     monkeypatch.setattr("arbiter.daemon.SNAPSHOT_EVERY", 5)

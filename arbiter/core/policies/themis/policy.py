@@ -117,7 +117,7 @@ class Themis(Policy):
         return tuple(app.app for app in view.apps if app.app in chosen)
 
     def _split(self, view: View) -> dict[GpuId, TenantId]:
-        """Return the tenant whose part each GPU in play is, whoever saw the offer."""
+        """Return the tenant whose part each GPU in play is, for all offers of a round."""
         last = self._last_split
         if last is None or not _is_same(last[0], view):
             last = self._last_split = view, _split(view, self._settings.excess)
