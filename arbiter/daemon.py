@@ -37,7 +37,7 @@ from arbiter.core.registry import policy_of
 from arbiter.core.seam import Outcome
 from arbiter.ledger import Ledger
 from arbiter.outages import Outages
-from arbiter.queries import LostRound, Queries
+from arbiter.queries import PastRound, Queries
 from arbiter.reports import ReportRow
 from arbiter.solver import Solver
 from protocol import certificates, exit_codes
@@ -418,8 +418,9 @@ class _Performer:
     async def _try_out(self, sender: Party, query: Query, asked_at: float) -> Sequence[Send]:
         """Answer `explain` after what takes long has been tried out, in a thread.
 
-        The search for the binding reason comes first. Then auctions that the app lost are held again: one at a time for
-        all users, and only while the question is young. Later the round's own words are told.
+        The search for the binding reason comes first. Then rounds that the app lost, or that told it nothing of its
+        own, are held again: one at a time for all users, and only while the question is young. Later the round's own
+        words are told.
         """
         begun = time.monotonic()
         inquiry = self._queries.inquiry(query, self._shell.now(), lambda: time.monotonic() > begun + TRIED_S)
@@ -428,18 +429,18 @@ class _Performer:
             binding = await self._tried(query, inquiry.binding)
             found = (binding, inquiry.estimate)
         explained = {}
-        for each in self._queries.lost(query):
+        for each in self._queries.unexplained(query):
             async with self._one_auction:
                 outcome = await self._explain(query, each, until=asked_at + LOST_S)
             if outcome is not None:
                 explained[each.record.round] = outcome
         return self._queries.ask(sender, query, self._shell.now(), found=found, explained=explained)
 
-    async def _explain(self, query: Query, lost: LostRound, *, until: float) -> Outcome | None:
+    async def _explain(self, query: Query, past: PastRound, *, until: float) -> Outcome | None:
         """Return an app's outcome with what would have won, as once found; None once it is too late to look for it."""
-        key = lost.record.round, lost.record.at, lost.app
+        key = past.record.round, past.record.at, past.app
         if key not in self._explained and time.monotonic() < until:
-            outcome = await self._tried(query, lost.explained)
+            outcome = await self._tried(query, past.explained)
             if outcome is not None:
                 self._explained[key] = outcome
                 while len(self._explained) > EXPLAINED_MAX:

@@ -13,6 +13,7 @@ user, or in the same database.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -254,6 +255,7 @@ class Ledger:
             self._tables = PostgresTables(place, _SCHEMA)
         else:
             self._tables = SqliteTables(place, _SCHEMA, _ADDED, _FILLED)
+        self._newest: deque[Decide] = deque(maxlen=2)  #: the inputs of the last round, and of one that is being decided
 
     @classmethod
     def reader(cls, place: Path | str) -> Self:
@@ -286,6 +288,7 @@ class Ledger:
     def _of(cls, tables: Tables) -> Self:
         ledger = cls.__new__(cls)
         ledger._tables = tables
+        ledger._newest = deque()
         return ledger
 
     def beside(self) -> Self:
@@ -344,8 +347,12 @@ class Ledger:
         return found
 
     def keep(self, asked: Decide) -> None:
-        """Keep the inputs of an auction, from which it is explained when a person asks; those of old rounds go."""
-        if not asked.bids or not asked.view.tells_all:
+        """Keep the inputs of a round, from which it is explained when a person asks; those of old rounds go.
+
+        Those of the newest rounds are kept in memory, those of auctions also in the file.
+        """
+        self._newest.append(asked)
+        if not asked.bids or not asked.view.tells:
             return
         try:
             packed = msgspec.msgpack.encode(asked)
@@ -377,6 +384,9 @@ class Ledger:
 
     def inputs(self, round_: int) -> Decide | None:
         """Return the inputs of a round; None if they are not kept, or another version has written them."""
+        for asked in self._newest:
+            if asked.round == round_:
+                return asked
         rows = self._tables.read("SELECT packed FROM inputs WHERE round = ?", (round_,))
         try:
             return msgspec.msgpack.decode(rows[0][0], type=Decide) if rows else None

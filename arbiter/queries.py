@@ -83,15 +83,15 @@ DOCUMENT_BYTES_MAX = 3 * 2**20
 PAGE_BYTES_MAX = 2**20
 
 
-class LostRound(Struct, frozen=True):
-    """A round in which an app bid and won nothing."""
+class PastRound(Struct, frozen=True):
+    """A round in which an app bid and won nothing, or which told it nothing of its own."""
 
     app: AppId
     record: RoundRecord
     inputs: Decide
 
-    def explained(self) -> Outcome:
-        """Return the app's outcome with what would have won; as slow as a few rounds."""
+    def explained(self) -> Outcome | None:
+        """Return the app's outcome with what would have won, None if that cannot be said; as slow as a few rounds."""
         return losses.explained(self.inputs, self.record, self.app)
 
 
@@ -116,7 +116,7 @@ class Queries:
         self._waiting: OrderedDict[str, tuple[Party, Party]] = OrderedDict()  #: by question: its asker, and the node
         self._heard: OrderedDict[Party, Heard] = OrderedDict()
         self._found: tuple[Obstacle | None, bool] | None = None
-        self._losses: Mapping[int, Outcome] = {}
+        self._outcomes: Mapping[int, Outcome] = {}
 
     def hear(self, sender: Party, said: str, wall_s: float, now: float) -> None:
         """Note what a report says of the daemon that sent it: its release, and the clock of its host (0: it is old)."""
@@ -126,12 +126,12 @@ class Queries:
             self._heard.popitem(last=False)
 
     def takes_long(self, query: Query) -> bool:
-        """Whether `inquiry` or `lost` may have something to try out before a question is answered. Costs little."""
+        """Whether `inquiry` or `unexplained` may have something to try out before an answer. Costs little."""
         state = self._arbiter.state
         if query.kind != "explain" or AppId(query.target) not in state.apps:
             return False
         policy = policy_of(state.settings.policy, state.settings.policy_settings)
-        return policy.traits.probes or self._is_unexplained(query)
+        return policy.traits.probes or state.rest is not None or self._is_unexplained(query)
 
     def _is_unexplained(self, query: Query) -> bool:
         """Whether an app waits, and it is to be tried out for what.
@@ -159,14 +159,17 @@ class Queries:
             return None
         return WhatIf(self._arbiter.snapshot(), AppId(query.target), now, enough)
 
-    def lost(self, query: Query) -> Sequence[LostRound]:
+    def unexplained(self, query: Query) -> Sequence[PastRound]:
         """Return what `explain` has to work out of the last rounds before it is answered: the newest first."""
-        app = AppId(query.target)
+        app, state = AppId(query.target), self._arbiter.state
+        known = state.apps.get(app)
         try:
+            newest = self._ledger.rounds(limit=1) if state.rest and known is not None and known.active else ()
+            untold = [record for record in newest if losses.outcome_of(record, app) is None]
             records = self._ledger.rounds(limit=INPUTS_MAX, app=app)
             lost = [record for record in records if losses.is_lost(losses.outcome_of(record, app))][:LOST_ROUNDS]
-            found = ((record, self._ledger.inputs(record.round)) for record in lost)
-            return [LostRound(app, record, inputs) for record, inputs in found if inputs is not None]
+            found = ((record, self._ledger.inputs(record.round)) for record in (*untold, *lost))
+            return [PastRound(app, record, inputs) for record, inputs in found if inputs is not None]
         except JournalError:
             return ()  # the answer says so
 
@@ -223,9 +226,9 @@ class Queries:
         """Return what to send so that `sender` gets an answer; a ledger that cannot be read costs that answer only.
 
         `found` is what an `inquiry` has found, and whether that is an estimate; `explained` are the outcomes, by
-        round, of those in `lost`.
+        round, of those in `unexplained`.
         """
-        self._found, self._losses = found, explained
+        self._found, self._outcomes = found, explained
         try:
             return self._answers(sender, query, now)
         except JournalError as error:
@@ -726,19 +729,24 @@ class Queries:
     def _own_rounds(self, app: AppId) -> Iterator[tuple[Outcome, RoundRecord]]:
         """Yield the last rounds that speak of an app, each with its outcome."""
         for record in self._ledger.rounds(limit=EXPLAIN_ROUNDS, app=app):
-            yield self._losses.get(record.round) or losses.outcome_of(record, app), record
+            outcome = self._outcomes.get(record.round) or losses.outcome_of(record, app)
+            if outcome is not None:
+                yield outcome, record
 
     def _own_story(self, app: model.App) -> Sequence[model.StoryLine]:
         """Return the story of an app, with what the last round tells all apps that it tells nothing of their own."""
         story, rest = [self._explained(line) for line in self._arbiter.story(app.id)], self._arbiter.state.rest
         if rest is None or not app.active:
             return story
-        this_round = rest.what.partition(":")[0] + ":"
-        return story if any(chapter.what.startswith(this_round) for chapter in story) else (*story, rest)
+        this_round = rest.what.partition(":")[0]
+        if any(chapter.what.startswith(f"{this_round}:") for chapter in story):
+            return story
+        own = next((each.reason for number, each in self._outcomes.items() if this_round == f"round {number}"), None)
+        return (*story, rest if own is None else replace(rest, what=f"{this_round}: {own}"))
 
     def _explained(self, line: model.StoryLine) -> model.StoryLine:
         """Return a line on a lost round with what was worked out of it since."""
-        for number, outcome in self._losses.items():
+        for number, outcome in self._outcomes.items():
             head = f"round {number}: "
             if line.what.startswith(head):
                 return replace(line, what=head + outcome.reason)

@@ -34,7 +34,6 @@ sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benc
 from arbiter.core.policies.themis.auction.instance import warm_up  # noqa: E402
 from benchmarks import rounds, simulator  # noqa: E402
 from benchmarks.calibration import Calibration  # noqa: E402
-from benchmarks.reasons import untold  # noqa: E402
 from simulator.experiment import probes  # noqa: E402
 
 Place = tuple[str, str, int]  #: of a point: its axis, its series, its size
@@ -127,7 +126,7 @@ def measured(place: Place, measure: Callable[..., Sequence[float]]) -> Callable[
     def make() -> Point:
         gc.collect()
         calibration = Calibration()
-        with untold():
+        with rounds.untold():
             cpu_s = statistics.median(measure(calibration=calibration))
         calibration.around()
         return Point(*place, cpu_s / calibration.second_s, cpu_s)

@@ -23,8 +23,8 @@ import subprocess
 import sys
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,11 @@ sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benc
 
 from arbiter.core.arbiter import Arbiter, Configured, Event  # noqa: E402
 from arbiter.core.effects import Decide, Decided  # noqa: E402
+from arbiter.core.rounds import views  # noqa: E402
 from arbiter.core.rounds.decision import decide  # noqa: E402
 from arbiter.core.seam import Allocation  # noqa: E402
 from arbiter.core.state.model import ArbiterSettings, Leased  # noqa: E402
 from benchmarks.calibration import Calibration  # noqa: E402
-from benchmarks.reasons import untold  # noqa: E402
 from protocol.core import Connected, Received, Send, Tick  # noqa: E402
 from protocol.messages import (  # noqa: E402
     AppId,
@@ -544,6 +544,16 @@ CASES: dict[str, Callable[[Mapping[str, int], Calibration], Case]] = {
     "submitted": submitting,
     "ahead": looking_ahead,
 }
+
+
+@contextmanager
+def untold() -> Iterator[None]:
+    """Tell only the apps whose holding changes, in rounds of any size: what is measured is the decision."""
+    before, views.REASONS_MAX = views.REASONS_MAX, 0
+    try:
+        yield
+    finally:
+        views.REASONS_MAX = before
 
 
 def measure(name: str, *, quick: bool) -> Case:

@@ -42,7 +42,6 @@ sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be this f
 
 from arbiter.core.policies.themis.auction.instance import warm_up  # noqa: E402
 from benchmarks.calibration import Calibration  # noqa: E402
-from benchmarks.reasons import untold  # noqa: E402
 from benchmarks.sampling import Sampling, Spent  # noqa: E402
 from simulator.cluster import parse_cluster  # noqa: E402
 from simulator.experiment import Experiment, execute, probes  # noqa: E402
@@ -189,7 +188,7 @@ def _measure_cores(case: Case) -> Case:
 
     began = time.process_time()
     try:
-        with untold(), sampling if case.get("profile") or "limit_cpu_s" in case else nullcontext():
+        with sampling if case.get("profile") or "limit_cpu_s" in case else nullcontext():
             run = execute(experiment, progress)
     except Spent:
         return _stopped(time.process_time() - began - calibration.between_s, over, calibration, sampling)

@@ -116,7 +116,7 @@ class Simulation:
         self.began_s = time.process_time()
         self.shared = settings.sharing != "exclusive"
         self.memory_bytes = min((node.memory_bytes for node in cluster.nodes), default=0)
-        self.world = World(cluster, settings, costs, wire=wire, talks=self.shared)
+        self.world = World(cluster, settings, costs, wire=wire, talks=self.shared, tells=False)
         self.world.on_over = self._over
         self.world.on_lease = self._lease
         self.world.on_account = self._account

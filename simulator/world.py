@@ -172,6 +172,9 @@ class World:
         Traits of nodes besides their GPUs; a node that is not named is plain.
     talks
         Workers report the memory that they take once they begin.
+    tells
+        Each round tells every app why it got what it got. Without it only apps whose holding changes are told; no
+        decision differs.
     check
         Called with the world after every instant with an event.
     """
@@ -199,6 +202,7 @@ class World:
         journal: bool = False,
         traits: Mapping[NodeId, NodeTraits] | None = None,
         talks: bool = False,
+        tells: bool = True,
         check: Callable[[World], None] | None = None,
         site: str = "",
     ) -> None:
@@ -206,6 +210,7 @@ class World:
         self.costs = costs
         self.settings = settings
         self.talks = talks
+        self.tells = tells
         self.beat_s = beat_s
         self.hello_s = hello_s
         self.storage = SharedStorage()
@@ -572,6 +577,8 @@ class World:
 
     def _ask_policy(self, arbiter: Actor, effect: Decide | Sell) -> None:
         version = arbiter.version
+        if isinstance(effect, Decide) and not self.tells:
+            effect = replace(effect, view=replace(effect.view, tells=False))
         answer = sell(effect) if isinstance(effect, Sell) else decide(effect)
 
         def answered() -> None:

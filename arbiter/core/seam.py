@@ -31,9 +31,6 @@ Table = Mapping[str, Setting]
 #: The policy of an arbiter, a simulation and a demo that name none: a name in `registry.POLICIES`.
 DEFAULT_POLICY: Final = "themis"
 
-#: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps; in larger rounds
-#: the apps that wait share one sentence.
-REASONS_MAX = 2000
 #: A policy that sells sets its prices by so many apps at most, those that asked last.
 ASKED_MAX = 256
 
@@ -257,15 +254,10 @@ class View(Struct, frozen=True):
     budget_ms: float = 500.0
     interactive_share: float = 0.1  #: see `ArbiterSettings`
     interactive_s: float = 1800.0
-    tells: bool = True  #: whether every app is told its own reason, in a round of up to `REASONS_MAX` apps
+    tells: bool = True  #: whether every app is told its own reason; else only those whose holding changes
     #: Whether an auction is held again and again to find what would have won it. A round does without: that takes
     #: longer than the decision, and few ask (`rounds.losses`). Nothing else depends on it.
     explains: bool = True
-
-    @property
-    def tells_all(self) -> bool:
-        """Whether every app is told its own reason."""
-        return self.tells and len(self.apps) <= REASONS_MAX
 
     def allocated_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""

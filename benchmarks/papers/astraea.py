@@ -45,7 +45,6 @@ from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, show
 from benchmarks.papers.gandiva import TRACE, shared_folder, trace
-from benchmarks.reasons import untold
 from protocol.messages import TenantId
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
@@ -225,7 +224,7 @@ def figures_of(case: Case) -> Figures:
         tenants=terms(),
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
-    with case.mode.registered(), untold():
+    with case.mode.registered():
         found = Simulation(workload, cluster, quiet(settings), DEFAULT, built_in()).run()
     whole = summary(found)
     work = fsum(app.gpus * app.jobs[0].duration_s for app in workload.apps)
@@ -431,8 +430,7 @@ def wide_part(plan: Plan) -> tuple[list[Claim], list[Table]]:
                 align_after_leases=gather,
                 preemption_budget=1.0,
             )
-            with untold():
-                found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
+            found = Simulation(workload, parse_cluster(WIDE_CLUSTER), quiet(settings), DEFAULT, built_in()).run()
             wide = next(app for app in found.apps if app.app == "wide")
             waits[policy, gather > 0.0] = wait_s = (wide.first_start_s or inf) - wide.submit_s
             name = f"{policy}, {'aligned' if gather else 'not'}"

@@ -39,7 +39,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script,
 from arbiter.core.policies.gandiva import policy
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, mean, report_of, said, show
-from benchmarks.reasons import untold
 from protocol.messages import Sharing
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
@@ -226,7 +225,7 @@ def _run(case: Case) -> Figures:
     )
     workload, cluster = workload_of(case), parse_cluster(case.cluster)
     window_s = case.hours * 3600.0 / case.load
-    with without(case.mode.means), untold():
+    with without(case.mode.means):
         simulation = Simulation(workload, cluster, quiet(settings), DEFAULT, measured(shared_folder() / "traces"))
         done: list[float] = []
         simulation.world.at(window_s, lambda: done.append(useful_gpu_s(simulation)))

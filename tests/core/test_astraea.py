@@ -8,7 +8,6 @@ from itertools import pairwise
 
 import pytest
 
-from arbiter.core import seam
 from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Allocation, AppView, TenantView, View
@@ -341,11 +340,10 @@ def test_tenants_first_all_tenants_bid_where_an_interactive_app_may_keep_gpus_in
     assert list(shop.policy.bidders(shop.view())) == ["a-1", "b-1"]
 
 
-def test_tenants_first_in_rounds_of_too_many_to_tell_no_sentence_is_false(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_first_in_rounds_of_too_many_to_tell_no_sentence_is_false() -> None:
     shop = one_gpu_for_two_tenants()
     few = shop.decide()
-    monkeypatch.setattr(seam, "REASONS_MAX", 0)
-    view = shop.view()
+    view = replace(shop.view(), tells=False)
     bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps}
     many = shop.policy.allocate(replace(view, offered=tuple(bids)), bids)
     assert many.assign == few.assign

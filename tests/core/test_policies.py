@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction.solve import STEPS_PER_MS
@@ -226,12 +225,11 @@ def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> Non
     assert patient.facts["steps_explaining"] <= 0.25 * 0.8e5 * STEPS_PER_MS
 
 
-def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it() -> None:
     view = view_of(gpus_of(2), apps_with(9.0, 8.0, 7.0))
     bids = {app.app: linear_bid(app, 2) for app in view.apps}
     few = Themis(Settings(fairness_knob=0.0)).allocate(view, bids)
-    monkeypatch.setattr(seam, "REASONS_MAX", 2)
-    many = Themis(Settings(fairness_knob=0.0)).allocate(view, bids)
+    many = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, tells=False), bids)
     assert few.assign == many.assign
     assert few.facts["steps_explaining"] > 0.0 == many.facts["steps_explaining"]
     losers = [outcome for outcome in many.outcomes if outcome.bid and not outcome.won]

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arbiter.core import seam
 from arbiter.core.placement.assignment import admit_what_fits
 from arbiter.core.policies.common.ordered import Ranked
 from arbiter.core.policies.maxmin.policy import outlook_of
@@ -472,16 +471,13 @@ def test_gpus_of_an_app_that_takes_no_part_are_freed() -> None:
 
 
 @ordered
-def test_in_large_rounds_only_those_whose_holding_changes_are_told_one_by_one(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_in_large_rounds_only_those_whose_holding_changes_are_told_one_by_one(name: str) -> None:
     gpus = gpus_of(3)
     apps = [job("a", held=gpus[:1], left_s=1.0), job("b", left_s=2.0), job("c", 2, left_s=3.0), job("d", 2, left_s=4.0)]
     view = round_of(gpus, *(replace(app, loss_drop=1.0 / place) for place, app in enumerate(apps, start=1)))
     policy = POLICIES[name].made()
     full = policy.allocate(view, {})
-    monkeypatch.setattr(seam, "REASONS_MAX", 3)
-    allocation = policy.allocate(view, {})
+    allocation = policy.allocate(replace(view, tells=False), {})
     changed = {outcome.app for outcome in full.outcomes if set(outcome.gpus) - {"g00-00"}}
     assert {outcome.app for outcome in allocation.outcomes} == changed | ({"a"} if "a" in changed else set())
     assert [outcome.app for outcome in full.outcomes] == ["a", "b", "c", "d"]
@@ -719,12 +715,10 @@ def test_gangs_that_span_are_served_as_counting_says(name: str, view: View) -> N
 
 
 @ordered
-@given(view=rounds(counted=True), most=st.sampled_from([0, 2000]))
+@given(view=rounds(counted=True), tells=st.booleans())
 @settings(max_examples=examples(100), deadline=None)
-def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, most: int) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(seam, "REASONS_MAX", most)
-        allocation = POLICIES[name].made().allocate(view, {})
+def test_an_incumbent_keeps_its_very_gpus(name: str, view: View, tells: bool) -> None:
+    allocation = POLICIES[name].made().allocate(replace(view, tells=tells), {})
     final = {
         gpu.gpu: gpu.holder for gpu in view.gpus if gpu.gpu not in allocation.freed and allocation.unnamed == "holder"
     }

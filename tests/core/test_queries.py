@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from arbiter import daemon, ledger, queries
 from arbiter.config import ArbiterConfig
-from arbiter.core import seam
 from arbiter.core.arbiter import Configured, Event
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, RoundRecord
-from arbiter.core.registry import tables
+from arbiter.core.registry import POLICIES, tables
 from arbiter.core.rounds import losses
+from arbiter.core.rounds import views as round_views
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
@@ -75,7 +75,8 @@ class Counter:
 
     def ask(self, kind: str, target: str = "") -> dict[str, Any]:
         query = Query("q1", kind, target)  # type: ignore[arg-type]
-        explained = {each.record.round: each.explained() for each in self.queries.lost(query)}
+        found = {each.record.round: each.explained() for each in self.queries.unexplained(query)}
+        explained = {number: outcome for number, outcome in found.items() if outcome is not None}
         (send,) = self.queries.ask(ANA, query, self.site.now, explained=explained)
         assert isinstance(send.message, Answer)
         assert send.message.error == "", send.message.error
@@ -197,7 +198,7 @@ def test_an_explanation_names_who_won_instead() -> None:
 def test_who_comes_while_others_hold_everything_is_told_so_before_any_round(
     policy: str, until: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(seam, "REASONS_MAX", 0)
+    monkeypatch.setattr(round_views, "REASONS_MAX", 0)
     counter = Counter(replace(SETTINGS, policy=policy))
     site = counter.site
     site.node("n1", 1)
@@ -268,8 +269,8 @@ def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
         yield performer
 
 
-def explained_by(performer: daemon._Performer) -> dict[str, Any]:
-    answer = performer._answer(ANA, Query("q1", "explain", "bob-1"))
+def explained_by(performer: daemon._Performer, app: str = "bob-1") -> dict[str, Any]:
+    answer = performer._answer(ANA, Query("q1", "explain", app))
     assert isinstance(answer, Coroutine)
     (send,) = asyncio.run(answer)
     return msgspec.json.decode(send.message.document)  # type: ignore[no-any-return]
@@ -304,12 +305,17 @@ def test_long_after_the_question_no_auction_is_held_again(monkeypatch: pytest.Mo
     assert told["binding"], "it was tried out first"
 
 
+def written(counter: Counter, number: int) -> Decide | None:
+    """The inputs of a round as the file has them: the newest are also kept in memory."""
+    return Ledger._of(counter.ledger._tables).inputs(number)
+
+
 def test_inputs_with_a_number_that_cannot_be_written_are_left_out() -> None:
     counter = lost_to_ana()
     asked = counter.ledger.inputs(1)
     assert asked is not None
     counter.ledger.keep(replace(asked, round=2, view=replace(asked.view, seed=20_261_125_180_000 * 1_000_003)))
-    assert counter.ledger.inputs(2) is None
+    assert written(counter, 2) is None
 
 
 def test_inputs_of_a_journal_before_go_when_rounds_are_numbered_anew() -> None:
@@ -318,8 +324,8 @@ def test_inputs_of_a_journal_before_go_when_rounds_are_numbered_anew() -> None:
     assert asked is not None
     counter.ledger.keep(replace(asked, round=90))
     counter.ledger.keep(replace(asked, round=2))
-    assert counter.ledger.inputs(90) is None
-    assert counter.ledger.inputs(2) is not None
+    assert written(counter, 90) is None
+    assert written(counter, 2) is not None
 
 
 def test_a_round_whose_inputs_are_not_kept_any_more_is_told_in_its_own_words(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -654,16 +660,49 @@ def test_a_log_of_nothing_is_refused_with_a_sentence() -> None:
     assert "may not have started" in send.message.error
 
 
-def test_who_is_told_nothing_of_its_own_by_a_crowded_round_is_told_what_holds_for_all(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(seam, "REASONS_MAX", 0)
+def crowded(policy: str) -> Counter:
+    """Three apps and one GPU, which a round has given away."""
     counter = Counter()
     site = counter.site
-    site.handle(Configured(replace(SETTINGS, policy="backfill")))
+    site.handle(Configured(replace(SETTINGS, policy=policy)))
     for app in ("ana-1", "bob-1", "cleo-1"):
         site.app(app)
-    site.play_round(site.node("n1", 1) + site.wait(6))
+    counter.note(site.play_round(site.node("n1", 1) + site.wait(6)))
+    return counter
+
+
+@pytest.mark.parametrize("policy", sorted(name for name, entry in POLICIES.items() if not entry.made().traits.sells))
+def test_an_app_of_a_crowded_round_is_told_when_asked_what_a_smaller_round_would_have_told_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = crowded(policy)
+    monkeypatch.setattr(round_views, "REASONS_MAX", 0)
+    large = crowded(policy)
+    assert [each.app for each in large.ledger.rounds(limit=1)[0].outcomes] != ["ana-1", "bob-1", "cleo-1"]
+    for app in ("ana-1", "bob-1", "cleo-1"):
+        stories = [counter.ask("explain", app)["story"] for counter in (large, small)]
+        told, known = ([line["what"] for line in story if line["what"].startswith("round 1: ")] for story in stories)
+        assert told == known != []
+    rest = large.site.arbiter.state.rest
+    assert rest is not None
+    assert rest.what not in told
+
+
+def test_the_daemon_works_out_what_a_crowded_round_did_not_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_views, "REASONS_MAX", 0)
+    monkeypatch.setattr(queries, "TRIED_APPS_MAX", 0)  # as of a large site, where what binds is not tried out
+    with the_daemon(crowded("fifo")) as performer:
+        (*_, last) = explained_by(performer, "cleo-1")["story"]
+    assert last["what"].startswith("round 1: number 3 in order of arrival: nothing is left of the GPUs in play")
+
+
+def test_an_app_of_a_crowded_round_whose_inputs_are_gone_is_told_what_holds_for_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(round_views, "REASONS_MAX", 0)
+    counter = crowded("backfill")
+    site = counter.site
+    counter.ledger._newest.clear()  # as after a restart
     assert site.held("ana-1") == [gpu_id("n1", 0)]
     told = counter.ask("explain", "cleo-1")["story"]
     assert told[-1]["what"].startswith("round 1: ")

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.registry import POLICIES
 from arbiter.core.state.model import ArbiterSettings
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT, NONE, Costs
@@ -183,6 +184,24 @@ def test_encoding_every_message_changes_nothing(policy: str) -> None:
     assert plain.jobs == wired.jobs
     assert plain.apps == wired.apps
     assert (plain.events, plain.messages) == (wired.events, wired.messages)
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_a_run_in_which_no_waiting_app_is_told_why_decides_the_same(policy: str) -> None:
+    apps = [
+        replace(one(f"a{place}", 20.0 * place, 1 + place % 3, 400.0 - 30.0 * place), tenant=f"t{place % 2}")
+        for place in range(9)
+    ]
+    settings = quiet(replace(ArbiterSettings(), policy=policy, lease_s=60.0))
+    rows, told = {}, {}
+    for tells in (False, True):
+        simulation = Simulation(Workload("test", tuple(apps)), parse_cluster("2x2"), settings, DEFAULT, built_in())
+        simulation.world.tells, simulation.world.on_round = tells, None
+        found = simulation.run()
+        rows[tells] = found.apps, found.jobs
+        told[tells] = sum(len(record.outcomes) for record in simulation.world.rounds)
+    assert rows[False] == rows[True]
+    assert told[False] < told[True]
 
 
 def test_the_same_seed_gives_the_same_bytes_in_fresh_interpreters() -> None:

@@ -32,6 +32,9 @@ from protocol.messages import AppId, GpuId, NodeId, TenantId
 
 #: An app that has not left so long after its grace period is waited for no longer: its GPUs may never be empty.
 LEAVE_S = 60.0
+#: Apps that neither had nor got anything are told why one by one in rounds of up to so many apps. In larger rounds the
+#: apps that wait share one sentence, and `rounds.losses` works out that of an app when a person asks.
+REASONS_MAX = 2000
 
 
 class Shown(Struct, frozen=True):
@@ -88,6 +91,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         budget_ms=state.settings.solver_budget_ms,
         interactive_share=state.settings.interactive_share,
         interactive_s=state.settings.interactive_s,
+        tells=len(apps) <= REASONS_MAX,
         explains=False,
     )
 

@@ -301,7 +301,7 @@ class Ranked(Policy):
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
         order = self.order(view)
-        selection = Selection(view, order, told=view.tells_all)
+        selection = Selection(view, order, told=view.tells)
         if self.traits.tenure == "lasting":
             for app in selection.holders:
                 selection.keep(app)

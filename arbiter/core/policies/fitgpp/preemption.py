@@ -123,7 +123,7 @@ class Round:
         self._displaced: list[Displaced] = []
         self._touched: set[NodeId] = set()  #: nodes that an app is told to leave
         self._beyond: dict[tuple[float, int], str] = {}
-        self._told = view.tells_all
+        self._told = view.tells
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
         self._emptied: dict[GpuId, GpuView] = {}  #: GPUs that preempted jobs leave, promised to no app yet

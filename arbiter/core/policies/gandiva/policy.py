@@ -575,7 +575,7 @@ class _Round:
         freed = tuple(gpu for gpu in held_by if gpu not in self.servers.owner)
         told = self.view.apps
         rest = ""
-        if not self.view.tells_all:
+        if not self.view.tells:
             changed = {*assign.values(), *(held_by[gpu] for gpu in (*assign, *freed) if gpu in held_by)}
             told = tuple(app for app in told if app.app in changed)
             rest = "keeps what it holds, if it holds any, and waits for GPUs that are free and together"

@@ -62,7 +62,7 @@ class Dorm(Policy):
             deal.renew(app, app.gang)
             deal.fill(app, app.gang - len(deal.got[app.app]))
         told = view.apps
-        if not view.tells_all:
+        if not view.tells:
             told = tuple(app for app in told if {gpu.gpu for gpu in deal.got[app.app]} != set(app.renewable))
         return Allocation(
             assign=deal.assign,

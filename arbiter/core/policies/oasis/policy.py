@@ -258,7 +258,7 @@ class _Round:
         assign = self._deal.assign
         told = self._view.apps
         rest = ""
-        if not self._view.tells_all:
+        if not self._view.tells:
             told = tuple(app for app in told if {gpu.gpu for gpu in self._deal.got[app.app]} != set(app.renewable))
             rest = "has what it has booked, or waits for GPUs that are unsold"
         return Allocation(

@@ -145,7 +145,7 @@ class Themis(Policy):
         budget = Budget.of((1.0 - EXPLAINING) * budget_ms, clock)
         budget.steps = max(1, budget.steps)  # the first step finds a bound, without which no gap could be told
         settlement = settle(entry, budget)
-        all_told = view.tells_all
+        all_told = view.tells
         explaining = Budget.of(EXPLAINING * budget_ms if all_told and view.explains else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
         round_ = _Round(view, offered, entry, settlement, why_lost, self._settings.excess)
@@ -242,7 +242,7 @@ class _Round:
 
     def _draw_lots(self, apps: Sequence[AppView]) -> None:
         """Give one gang at a time to each app in a random order, round after round, until none can use more."""
-        if not self.deal.left and not self._view.tells_all:
+        if not self.deal.left and not self._view.tells:
             return
         waiting = shuffled(self._view.seed, apps, name=lambda app: app.app, purpose="leftover")
         while waiting:
@@ -381,7 +381,7 @@ def within_tenants(
     }
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
-    told = [app for app in view.apps if app.app in outcomes or (view.tells_all and not parts[app.tenant])]
+    told = [app for app in view.apps if app.app in outcomes or (view.tells and not parts[app.tenant])]
     partless = _Partless(view)
     return Allocation(
         assign=assign,
@@ -426,7 +426,6 @@ def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
     return replace(
         view,
         gpus=part,
-        tells=view.tells_all,
         apps=tuple([_within(app, there) for app in apps]),
         offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
     )
