@@ -31,7 +31,7 @@ FOUND_AT: dict[str, tuple[str, int]] = {
     "a_snapshot_leaves_out_a_counter": ("themis", 9),
     "a_standby_is_one_event_behind": ("fifo", 21),
     "a_standby_takes_an_event_in_twice": ("fifo", 21),
-    "a_turn_goes_to_the_same_task_again": ("themis", 7),
+    "a_turn_goes_to_the_same_task_again": ("themis", 31),
     "a_standby_keeps_what_the_journal_has_lost": ("fifo", 27),
     "an_app_says_its_wish_only_once": ("themis", 0),
     "an_array_goes_beyond_its_bound": ("fifo", 11),
