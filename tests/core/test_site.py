@@ -630,14 +630,16 @@ def test_an_old_report_that_comes_late_proves_nothing_of_the_journal() -> None:
     assert taken(site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)) == []
 
 
-def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_journal() -> None:
+@pytest.mark.parametrize("next_job", [0, 1])
+def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_journal(next_job: int) -> None:
+    """Nor does the next job that it begins there meanwhile, as in world 1795783840."""
     site = a_site_at_work()
     gpu = gpu_id("n1", 0)
     site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
     report(site, "n1", {})
     assert isinstance(site.gpu_state(gpu), Free)
     site.lead()
-    assert taken(site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], run="r", site=OURS)) == []
+    assert taken(site.app("ana-1", jobs=[wish("ana-1", next_job, [gpu])], run="r", site=OURS)) == []
 
 
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
