@@ -191,6 +191,20 @@ def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> 
     assert decided(POLICY, view, excess=math.inf)[1]["broken"].gpus
 
 
+@pytest.mark.parametrize("declares", [True, False])
+def test_t_cluster_follows_from_what_an_app_declares_and_not_from_what_it_tells_of_it(*, declares: bool) -> None:
+    apps = [
+        replace(
+            app(name, left_s=50.0, alone_s=alone_s),
+            left_gpu_s=200.0, demand_max=2, demand_most=4, declared_gpu_s=200.0 * declares,
+        )
+        for name, alone_s in (("honest", 50.0), ("liar", 25.0))
+    ]  # fmt: skip
+    found = outlook_of(later(round_of(gpus_of(8), *apps), 0.0, honest=-100.0, liar=-100.0)).works
+    honest_s, liar_s = found.fair_s.tolist()
+    assert liar_s == pytest.approx(honest_s if declares else honest_s / 2)
+
+
 def test_an_app_is_as_long_as_its_owners_earlier_apps_make_likely() -> None:
     honest = app("honest", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0)
     liar = replace(app("liar", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0), overrun=3.0)
