@@ -1,4 +1,4 @@
-"""Placement: localities, and which GPUs of one machine to take; `policies.dealing.pick` chooses among machines.
+"""Placement: localities, and which GPUs of one machine to take; `assignment.pick` chooses among them.
 
 Localities are nested: a slot (NVLink or PCIe island) lies in a machine, that in a rack, that in the cluster. Whatever
 else is asked:
