@@ -180,7 +180,7 @@ class FailedError(ControlError):
 
 
 class UsageError(ControlError):
-    """What was asked for is wrong; the sentence names the field and the mend."""
+    """The request is wrong; the sentence names the field and the mend."""
 
 
 class NotFoundError(ControlError):

@@ -199,7 +199,7 @@ class _Performer:
         if self._journal.remote:
             beside.append(self._stand_by())
         if not self._ready:
-            beside.append(self.solver.prepare(self._take_ready))
+            beside.append(self.solver.prepare(self._config.arbiter.policy, self._take_ready))
         return [group.create_task(each) for each in beside]
 
     def _of_itself(self) -> Mapping[str, Any]:

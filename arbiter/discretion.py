@@ -1,4 +1,4 @@
-"""What a task has said itself is told to the owner of its app only, whatever the document in which it stands.
+"""The words of a task are told to the owner of its app only, whatever the document in which they stand.
 
 An answer is looked through as a whole, so that a new field or kind of answer need not think of it.
 """

@@ -3,7 +3,7 @@
 Answers are JSON documents with a schema name; within a major version fields are only ever added. Lists come in pages,
 each with a `next_offset` to ask on at, as there is a limit to what a message carries. Questions come as
 `Query` from an app agent (the user's side) and go back as `Answer`; logs are fetched from the node that has them.
-What a task has printed is told to its owner only (`arbiter.discretion`).
+The output of a task is told to its owner only (`arbiter.discretion`).
 """
 
 from __future__ import annotations

@@ -13,16 +13,15 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Decide, Decided, Sell, Sold
 from arbiter.core.members import sale_batch
-from arbiter.core.policies.themis.auction import compiled
-from arbiter.core.policies.themis.auction.instance import warm_up
+from arbiter.core.registry import POLICIES, Loops
 from arbiter.core.rounds.decision import decide, failed
 
-#: Compiles the auction's loops in a process of its own and leaves them on disk. It has the path of this process: a
-#: module of the current folder is not ours.
+#: Compiles the loops of a policy in a process of its own and leaves them on disk. Its arguments are the policy's name
+#: and the path of this process: a module of the current folder is not ours.
 COMPILE = (
     *(sys.executable, "-I", "-c"),
-    "import sys; sys.path[:] = sys.argv[1:]; "
-    "from arbiter.core.policies.themis.auction.instance import warm_up; warm_up()",
+    "import sys; policy, *sys.path[:] = sys.argv[1:]; "
+    "from arbiter.core.registry import POLICIES; POLICIES[policy].loops.warm_up()",
 )
 
 _log = structlog.get_logger("solver")
@@ -54,27 +53,31 @@ class Solver:
         finally:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
-    async def prepare(self, ready: Callable[[], None]) -> None:
-        """Have the auction's loops compiled, which takes a minute at the first start and seconds after it.
+    async def prepare(self, policy: str, ready: Callable[[], None]) -> None:
+        """Have a policy's loops compiled, which takes a minute at the first start and seconds after it.
 
         Another process compiles them, and until it has, auctions are solved by plain Python: `ready` is called at
         once. Where compiled code cannot be kept on disk this process compiles, and `ready` is called after that.
         """
         begun = time.perf_counter()
-        if not compiled.COMPILED:
+        loops = POLICIES[policy].loops
+        if loops is None:
+            ready()
+            return
+        if not loops.compilable:
             _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
             ready()
             return
-        if compiled.kept():
+        if loops.kept():
             ready()
-            failure = await _compile_elsewhere()
+            failure = await _compile_elsewhere(policy, loops)
             if failure:
                 _log.warning(
                     "solver.slow", why=f"auctions are solved some 50 times slower; compiling failed: {failure}"
                 )
                 return
-        await asyncio.get_running_loop().run_in_executor(self._thread, _load)
-        if not compiled.kept():
+        await asyncio.get_running_loop().run_in_executor(self._thread, _load, loops)
+        if not loops.kept():
             ready()
         _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
 
@@ -85,12 +88,13 @@ class Solver:
         return self._waiting.pop(next(iter(self._waiting)))
 
 
-async def _compile_elsewhere() -> str:
+async def _compile_elsewhere(policy: str, loops: Loops) -> str:
     """Compile the loops in a process that ends with this one, and use plain ones meanwhile; return why it failed."""
-    compiled.use_plain()
+    loops.use_plain()
     try:
         process = await asyncio.create_subprocess_exec(
             *COMPILE,
+            policy,
             *sys.path,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.DEVNULL,
@@ -102,7 +106,7 @@ async def _compile_elsewhere() -> str:
         _, told = await process.communicate()
     except asyncio.CancelledError:
         process.kill()
-        compiled.use_compiled()
+        loops.use_compiled()
         await process.communicate()  # it is gone, and its pipe closed, before the loop is
         raise
     if process.returncode == 0:
@@ -111,10 +115,10 @@ async def _compile_elsewhere() -> str:
     return lines[-1] if lines else f"it ended with {process.returncode}"
 
 
-def _load() -> None:
+def _load(loops: Loops) -> None:
     """Take the compiled loops into use: between two decisions, in the thread that makes them."""
-    compiled.use_compiled()
-    warm_up()
+    loops.use_compiled()
+    loops.warm_up()
 
 
 def answer(effect: Decide | Sell) -> Decided | Sold:

@@ -20,8 +20,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from arbiter.core.effects import Sell
 from arbiter.core.members.sale_batch import sell
-from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.state.model import ArbiterSettings
+from protocol.utility_forms import parse
 from tests.support.arbiter_site import Effect, Event, Site, wish
 
 SLOT_S = 3600.0

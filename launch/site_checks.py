@@ -1,6 +1,6 @@
 """`doctor --site`: checks of a whole running site: its broker, transport, clocks, releases, store, isolation, fairness.
 
-What can be known depends on where it runs. The daemons' own words are heard everywhere, through an app agent; the
+The findings depend on where it runs. The daemons' own words are heard everywhere, through an app agent; the
 broker's limits are told to root or `rabbitmq` on its host, and the settings by the arbiter's configuration.
 """
 

@@ -19,7 +19,7 @@ from msgspec import Struct
 
 from launch.faults import usage
 
-#: Shells that read `PRELUDE`.
+#: Shells that can read the functions of `_prelude`.
 SHELLS = frozenset({"bash", "dash", "ksh", "sh", "zsh"})
 #: The most of one word of a command, in bytes; the kernel takes 128 KiB with a zero byte at the end.
 WORD_BYTES_MAX = 131_000

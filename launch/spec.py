@@ -16,10 +16,10 @@ from typing import Any
 import msgspec
 
 from app_agent.core.spec import INHERITED, AppSpec, as_held, nested
-from arbiter.core.policies.oasis.spelling import FORMS, UNITS, parse
 from launch.faults import usage
 from protocol.config import in_words, kind_of
 from protocol.messages import GpuType, Requirements, Utility
+from protocol.utility_forms import FORMS, UNITS, parse
 
 #: Fields for the simulator only.
 SIMULATED_ONLY = ("gpus_max",)

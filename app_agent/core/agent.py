@@ -140,7 +140,7 @@ class AppAgent:
             return self._follow(now, restate=True)  # it is told, and speaks again
         if not holdings.take(self.app, message, now):
             return []
-        # It is over, and the arbiter does not seem to know. What leaves a lost GPU may be told of for ever.
+        # It is over, and the arbiter does not seem to know. Leases that leave a lost GPU may be told of for ever.
         contradicted = state.settled and any(not lease.leaving for lease in state.held.values())
         same = (state.held, state.jobs, state.over) == before and (state.probes == probed or state.over is not None)
         if same and not contradicted and not self._patience_over(now):

@@ -44,9 +44,9 @@ def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
 def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
     """Return whether the arbiter has forgotten what one before it heard or said: its journal is older.
 
-    What it does not know of would count as gone, and be begun anew, before any node has told it what runs. Words are
-    counted on from epoch to epoch, so that a newer one with an older number shows that some were forgotten. From then
-    on an arbiter is believed only when it has heard the newest report.
+    Attempts that it does not know of would count as gone, and be begun anew, before any node has told it what runs.
+    Words are counted on from epoch to epoch, so that a newer one with an older number shows that some were forgotten.
+    From then on an arbiter is believed only when it has heard the newest report.
     """
     state = app.state
     if not isinstance(message, Holdings) or (message.epoch, message.seq) <= state.view:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -21,7 +21,19 @@ from arbiter.core.policies.oasis.settings import Settings as OasisSettings
 from arbiter.core.policies.queues import backfill, fifo, las, optimus, shortest, slaq
 from arbiter.core.policies.tenants import allox, astraea, drf, gandiva_fair, hived, yarn_cs
 from arbiter.core.policies.themis import policy as themis
+from arbiter.core.policies.themis.auction import compiled
+from arbiter.core.policies.themis.auction.instance import warm_up
 from arbiter.core.seam import Policy, PolicySettings, Setting, Table
+
+
+class Loops(Struct, frozen=True):
+    """Loops of a policy that run as machine code once they are compiled, and as plain Python until then."""
+
+    compilable: bool  #: what compiles them is installed
+    kept: Callable[[], bool]  #: whether compiled code is kept on disk, so that one process can compile for another
+    use_plain: Callable[[], None]
+    use_compiled: Callable[[], None]
+    warm_up: Callable[[], None]  #: reaches every loop, so that all are compiled, or read from the disk, after it
 
 
 class Entry(Struct, frozen=True, cache_hash=True):
@@ -30,6 +42,7 @@ class Entry(Struct, frozen=True, cache_hash=True):
     kind: type[Policy]
     settings: type[PolicySettings] = PolicySettings
     live: bool = False
+    loops: Loops | None = None  #: what an arbiter compiles before the first round
 
     def decoded(self, table: Mapping[str, Any]) -> PolicySettings:
         """Return the settings in one table, the defaults for what it does not name.
@@ -46,8 +59,10 @@ class Entry(Struct, frozen=True, cache_hash=True):
         return self.kind(self.decoded(fields))
 
 
+_AUCTION = Loops(compiled.COMPILED, compiled.kept, compiled.use_plain, compiled.use_compiled, warm_up)
+
 POLICIES: Final[dict[str, Entry]] = {
-    "themis": Entry(themis.Themis, themis.Settings, live=True),
+    "themis": Entry(themis.Themis, themis.Settings, live=True, loops=_AUCTION),
     "maxmin-ftf": Entry(maxmin.MaxMinFtf, maxmin.Settings, live=True),
     "fifo": Entry(fifo.Fifo, live=True),
     "backfill": Entry(backfill.Backfill, live=True),

@@ -36,7 +36,7 @@ ASKED_MAX = 256
 
 
 class TenantView(Struct, frozen=True):
-    """One tenant, and its GPU time up to `View.now`; see `history`."""
+    """One tenant, and its GPU time up to `View.now`; see `state.gpu_time`."""
 
     weight: float = 1.0
     quota_gpus: float = 0.0  #: its due part of the cluster now (Eq. 6)

@@ -203,7 +203,7 @@ class Turn:
     def rebook_availability(self) -> list[AppId]:
         """Book nothing more of GPUs that have gone out of service, and again what comes back; return whose they were.
 
-        Who was on a lost node has nothing of it, though it is not proven empty, and may never be.
+        An app on a lost node has nothing of it, though the node is not proven empty, and may never be.
         """
         index, touched = self.index, set[AppId]()
         recounted, index.recounted = index.recounted, set()
@@ -223,7 +223,7 @@ class Turn:
     def runs_on(self, app: AppId) -> frozenset[GpuId]:
         """Return the GPUs leased to an app on which its training goes on, even if its agent is silent (fail-static).
 
-        What is parked does not go on.
+        The training of a parked task does not go on.
         """
         tasks = (self.state.tasks[task] for task in self.index.tasks[app])
         running = (task for task in tasks if task.alive and task.phase != "suspended")

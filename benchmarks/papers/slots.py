@@ -27,7 +27,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from arbiter.core.policies.oasis.dorm_partition import Tenant, dominant, partition
+from arbiter.core.policies.oasis.dorm_partition import AppDemand, dominant, partition
 from arbiter.core.policies.oasis.prices import Bounds, Priced, bounds_of, density, learnt_bounds, scaled, seen_of
 from arbiter.core.policies.oasis.rebooking import BookedApp, best_schedule, make_room
 from arbiter.core.policies.oasis.reward import Candidate, rewards
@@ -415,8 +415,8 @@ class Dorm:
         if {each.number for each in moment.live} != self._known.keys():
             workers, servers = hosts_of(moment.plan)
             capacity = (*workers.sum(axis=0), *servers.sum(axis=0)[1:])
-            tenants = [Tenant(self._demand(each.job), each.job.workers_max, each.has) for each in moment.live]
-            counts = partition(tenants, capacity, fairness=self._fairness, adjusted=self._adjusted)
+            demands = [AppDemand(self._demand(each.job), each.job.workers_max, each.has) for each in moment.live]
+            counts = partition(demands, capacity, fairness=self._fairness, adjusted=self._adjusted)
             self._known = dict(zip((each.number for each in moment.live), counts, strict=True))
         return {each.number: moment.hosts.put(each.job, self._known[each.number]) for each in moment.live}
 

@@ -75,7 +75,7 @@ class Host(Struct, frozen=True):
 
 
 class Wishes(Struct, frozen=True):
-    """What a run is asked for. What is empty is as the run before had it."""
+    """The wishes for one run. A field that is empty is as the run before had it."""
 
     hosts: tuple[Host, ...] = ()
     nodes: tuple[str, ...] = ()
@@ -336,7 +336,7 @@ class _Run:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def write(self) -> Sequence[Path]:
-        """Write what is new or other than before; return the paths. What is cut short the next run makes good."""
+        """Write what is new or other than before; return the paths. The next run mends a write that was cut short."""
         new = {path: text for path, text in self._wanted.items() if self._there(path) != text}
         after = {path: (_fingerprint(text),) for path, text in self._wanted.items()}
         kept = {path: marks for path, marks in self.record.files.items() if path not in self._obsolete}

@@ -1,7 +1,7 @@
 """Steps of an installation: each looks what a host has, says what it would do there, and does it.
 
-A step changes nothing while it looks. What is as it should be is kept, so a second installation finds nothing to do.
-Only paths below the host's root folder are written and removed.
+A step changes nothing while it looks. A thing that is as it should be is kept, so a second installation
+finds nothing to do. Only paths below the host's root folder are written and removed.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import Annotated, get_args
 import typer
 from msgspec.structs import replace
 
+from arbiter.core.seam import DEFAULT_POLICY
 from launch import completion
 from launch.faults import usage
 from launch.surface import answering
@@ -48,7 +49,7 @@ def up(
         str | None,
         typer.Option(
             autocompletion=completion.policy,
-            help="the policy that grants GPUs: see docs/policies.md  [default: themis]",
+            help=f"the policy that grants GPUs: see docs/policies.md  [default: {DEFAULT_POLICY}]",
         ),
     ] = None,
     sharing: Annotated[

@@ -110,7 +110,7 @@ def install(
 ) -> None:
     """Give this host its part in a site: accounts, folders, configuration and units. Nothing of yours is overwritten.
 
-    The plan is printed first, one line for each step. Who does it again finds nothing left to do.
+    The plan is printed first, one line for each step. A second run finds nothing left to do.
 
     Example: gpu-arbiter install node --id n1 --bus-file node-n1.url --dry-run
     """
@@ -156,7 +156,7 @@ def uninstall(
     root: Annotated[Path, typer.Option(metavar="FOLDER", help="uninstall below this folder")] = Path("/"),
     json: Json = False,
 ) -> None:
-    """Stop this host's daemons, and remove their units and what `install` made. What belongs to users stays.
+    """Stop this host's daemons, and remove their units and what `install` made. Files of users stay.
 
     Example: gpu-arbiter uninstall --dry-run
     """

@@ -53,7 +53,7 @@ from node_agent.workers import containment, doors, mps, trackers
 from node_agent.workers.containment import Bounds, ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
 from node_agent.workers.logs import LOOK_S, Logs, Part
-from node_agent.workers.mps import MpsDaemons, Offer
+from node_agent.workers.mps import MpsClient, MpsDaemons
 from node_agent.workers.records import (
     Exit,
     FinishedFile,
@@ -231,7 +231,7 @@ class Workers:
             await self._check_door(effect.launch.terminal)
             memory = await asyncio.to_thread(self._offer_memory, effect)
             cpus = await asyncio.to_thread(self._near, effect.gpus)
-            spec = self._spec(effect, memory, await self._offer_mps(effect), cpus)
+            spec = self._spec(effect, memory, await self._mps_client(effect), cpus)
             if self._launcher is None:
                 started = await self._launch(spec)
             else:
@@ -442,10 +442,10 @@ class Workers:
             log.warning("worker.cores_unknown", reason=str(error))
             return ()
 
-    def _spec(self, effect: StartWorker, memory: dict[str, str], offer: Offer, cpus: tuple[int, ...]) -> Spec:
+    def _spec(self, effect: StartWorker, memory: dict[str, str], client: MpsClient, cpus: tuple[int, ...]) -> Spec:
         launch, node = effect.launch, self._settings.node
         devices = [device_of(gpu) for gpu in effect.gpus]
-        env = self._environment(effect) | self._backend.env(devices) | memory | offer.env
+        env = self._environment(effect) | self._backend.env(devices) | memory | client.env
         if self._launcher is None:  # else the supervisor looks, as the user
             _check_folder(launch.cwd, node)
             _check_command(launch.command[0], launch.cwd, env.get("PATH", os.defpath), node)
@@ -466,7 +466,7 @@ class Workers:
             run=launch.run,
             cpus=cpus,
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
-            mps=offer.mark,
+            mps=client.mark,
             uid=-1 if self._launcher is None or launch.warrant is None else launch.warrant.uid,
             terminal=launch.terminal is not None,
             idle_s=self._idle_s(launch.terminal),
@@ -673,7 +673,7 @@ class Workers:
             spec.task,
             exit_code=ended.code,
             signal=ended.signal,
-            # What a person saw in a terminal is for that person alone, and would be kept in journals.
+            # The output of a terminal is for the person who saw it alone, and would be kept in journals.
             tail="" if spec.terminal else self._logs.tail(spec.task),
             reason=_out_of_memory(ended),
             finished=finished.metrics if finished else None,
@@ -702,15 +702,15 @@ class Workers:
 
     # --- MPS --------------------------------------------------------------------------------------------------------
 
-    async def _offer_mps(self, effect: StartWorker) -> Offer:
+    async def _mps_client(self, effect: StartWorker) -> MpsClient:
         """Make a task on one GPU that has MPS its client; post whether that GPU has it in fact."""
         gpu = device_of(effect.gpus[0])
         # The daemon of a GPU shows its clients no other one.
         if self._mps is None or not effect.mps or len(effect.gpus) != 1 or not self._mps.has(gpu):
-            return Offer()
-        offer = await asyncio.to_thread(self._mps.offer, gpu, has_clients=bool(self._clients(gpu)))
-        self._post(MpsChecked(gpu, offer.trouble))
-        return offer
+            return MpsClient()
+        client = await asyncio.to_thread(self._mps.client, gpu, has_clients=bool(self._clients(gpu)))
+        self._post(MpsChecked(gpu, client.trouble))
+        return client
 
     def _clients(self, gpu: GpuId) -> list[MpsMark]:
         """Return the marks of the living clients on a GPU."""

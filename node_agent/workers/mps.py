@@ -7,7 +7,7 @@ must be set before CUDA starts: a worker is a client of MPS all its life, or nev
 1. A daemon is looked for before it is started, so the next node agent goes on with it. It is ended only while no task
    is its client.
 2. A worker gets the variables only once the daemon's server says that it takes clients. If it does not, the worker runs
-   without MPS, and `Offer.trouble` says why in a sentence.
+   without MPS, and `MpsClient.trouble` says why in a sentence.
 3. The daemon and its clients name the GPU by its UUID, so that neither counts GPUs in its own way.
 
 Memory and threads of a client are not limited here. Either limit would be fixed at its start and hold also while the
@@ -76,7 +76,7 @@ class MpsError(Exception):
     """A GPU has no MPS at the moment; the message is a sentence."""
 
 
-class Offer(Struct, frozen=True):
+class MpsClient(Struct, frozen=True):
     """The environment and the mark of a client; without a mark, why there is no MPS."""
 
     env: dict[str, str] = {}
@@ -300,20 +300,20 @@ class MpsDaemons:
         """Whether a GPU has MPS."""
         return gpu in self._gpus
 
-    def offer(self, gpu: GpuId, *, has_clients: bool) -> Offer:
+    def client(self, gpu: GpuId, *, has_clients: bool) -> MpsClient:
         """Return the environment of a worker on this GPU, once its daemon takes clients."""
         daemon = self._daemon(gpu)
         with daemon.lock:
             try:
                 daemon.ready(has_clients=has_clients)
-                offer = Offer(daemon.env, daemon.mark())
+                client = MpsClient(daemon.env, daemon.mark())
             except FileNotFoundError:
                 mend = f"{CONTROL}, which comes with NVIDIA's driver, is not on the PATH of the node agent"
-                offer = Offer(trouble=_told(gpu, mend))
+                client = MpsClient(trouble=_told(gpu, mend))
             except (MpsError, OSError, subprocess.TimeoutExpired) as error:
-                offer = Offer(trouble=_told(gpu, f"{error}; see {daemon.logs}"))
-        self._note(gpu, offer.trouble)
-        return offer
+                client = MpsClient(trouble=_told(gpu, f"{error}; see {daemon.logs}"))
+        self._note(gpu, client.trouble)
+        return client
 
     def evidence(self, mark: MpsMark) -> str:
         """Say how it shows that the server of a client met a fatal fault in its life; empty if it does not."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from node_agent.devices.simulated import SimulatedBackend
-from node_agent.workers.mps import Offer
+from node_agent.workers.mps import MpsClient
 from node_agent.workers.records import MpsMark
 from protocol.messages import GpuId
 
@@ -28,14 +28,14 @@ class SimulatedMps:
         """Whether a GPU has MPS."""
         return gpu in self._gpus
 
-    def offer(self, gpu: GpuId, *, has_clients: bool) -> Offer:
+    def client(self, gpu: GpuId, *, has_clients: bool) -> MpsClient:
         """Return the mark of a client, or why it cannot be one now."""
         faults = self._backend.client_faults(gpu)
         if has_clients and faults > self._over.get(gpu, 0):
             why = "its server has met a fatal fault, and takes no client until all that it has have ended"
-            return Offer(trouble=f"{gpu} has no MPS, and jobs there run without it: {why}")
+            return MpsClient(trouble=f"{gpu} has no MPS, and jobs there run without it: {why}")
         self._over[gpu] = faults
-        return Offer(mark=MpsMark(gpu, 0, faults))
+        return MpsClient(mark=MpsMark(gpu, 0, faults))
 
     def evidence(self, mark: MpsMark) -> str:
         """Say how it shows that a client met a fatal fault since this mark; empty if none did."""

@@ -127,7 +127,7 @@ class Launcher:
         CannotStart
             If the launcher refuses it, or the program cannot be started; with the reason.
         """
-        # What the user could write to is bounded by the node agent: the log and the record of the end, and no lock.
+        # The node agent bounds the files that the user can write to: the log and the record of the end, and no lock.
         lock, (out_read, out_write) = record.lock(writable=False), os.pipe()
         append = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
         files = [os.open(log_file, append, 0o600), os.open(record.path / "exit.json", os.O_RDWR | os.O_CREAT, 0o600)]

@@ -5,7 +5,7 @@ socket, in a folder of its own, and passes on what a person types and sees (`doo
 and no shell. A program whose terminal shows to no person is never kept waiting: its output goes to the task's
 log, and the newest of it is shown to the next person who comes.
 
-What travels is frames, a kind and a length before the content. From a person: ``w``, the size of the window, which is
+Both sides send frames, a kind and a length before the content. From a person: ``w``, the size of the window, which is
 the first frame of each connection that wants to see the terminal; ``d``, what was typed. From the node agent:
 ``n``, a sentence to show; ``q``, the question how long nothing was typed or shown, answered by ``i`` and the seconds.
 To a person: ``d``, what is to be shown; ``t``, another connection has the terminal now; ``e``, the end, with the exit
@@ -210,7 +210,7 @@ class Terminal:
         poll.register(self._master, select.POLLIN * has_room | select.POLLOUT * bool(self._typed))
         by_number = {visitor.connection.fileno(): visitor for visitor in self._visitors}
         for number, visitor in by_number.items():
-            # What the program does not take yet holds back the person who types, and no one else.
+            # Input that the program does not take yet holds back the person who types, and no one else.
             has_room = visitor is not shown_to or len(self._typed) < WAITING_BYTES_MAX
             reads = has_room and len(visitor.outbox) < WAITING_BYTES_MAX and not visitor.leaves
             poll.register(number, select.POLLIN * reads | select.POLLOUT * bool(visitor.outbox))

@@ -1,7 +1,7 @@
 """Former leaders: an arbiter that lives on beside the one that has taken over from it, until it learns of that.
 
-It learns it from the store of the journal, which refuses its next commit, as live (`arbiter.daemon`). What it had
-committed before it may perform, however late.
+It learns it from the store of the journal, which refuses its next commit, as live (`arbiter.daemon`). It may still
+perform the effects that it committed before that, however late.
 """
 
 from __future__ import annotations

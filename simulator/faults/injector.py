@@ -342,8 +342,8 @@ class FaultInjector:
     def _lead(self, *, restored: str = "") -> None:
         """Let the arbiter begin to lead: it takes an epoch, and its settings in.
 
-        Until it leads no time passes for it, and it says nothing. What it would say is said again as it begins to lead,
-        and what it would ask is asked anew.
+        Until it leads no time passes for it, and it says nothing. Its messages are said again as it begins to lead, and
+        its questions are asked anew.
         """
         world, arbiter = self.world, self.world.arbiter
         world.epoch = max(world.epoch, arbiter.core.state.epoch)  # another one may have ended as it took a newer one

@@ -22,7 +22,7 @@ from node_agent.daemon import mps_gpus
 from node_agent.devices.nvml import NvmlBackend
 from node_agent.workers import mps
 from node_agent.workers.manager import _socket_dir
-from node_agent.workers.mps import CONTROL, PATH_BYTES_MAX, PIPE, PIPES, MpsDaemons, Offer
+from node_agent.workers.mps import CONTROL, PATH_BYTES_MAX, PIPE, PIPES, MpsClient, MpsDaemons
 from protocol.messages import GpuId
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import StandIn, cards
@@ -43,22 +43,22 @@ class Bench:
         """The daemons as the next node agent knows them."""
         return MpsDaemons(gpus or (self.gpu, self.other), _socket_dir(self.folder, PIPES), self.folder)
 
-    def offer(self, gpu: GpuId | None = None, *, has_clients: bool = False) -> Offer:
-        return self.daemons.offer(gpu or self.gpu, has_clients=has_clients)
+    def offer(self, gpu: GpuId | None = None, *, has_clients: bool = False) -> MpsClient:
+        return self.daemons.client(gpu or self.gpu, has_clients=has_clients)
 
-    def pid(self, offer: Offer) -> int:
+    def pid(self, offer: MpsClient) -> int:
         return int((Path(offer.env[PIPE]) / f"{CONTROL}.pid").read_text())
 
-    def server(self, offer: Offer) -> int:
+    def server(self, offer: MpsClient) -> int:
         return int(self.tell(offer, "get_server_list"))
 
-    def tell(self, offer: Offer, words: str) -> str:
+    def tell(self, offer: MpsClient, words: str) -> str:
         with socket.socket(socket.AF_UNIX) as link:
             link.connect(f"{offer.env[PIPE]}/control")
             link.sendall(words.encode())
             return link.recv(4096).decode().strip()
 
-    def client(self, offer: Offer) -> subprocess.Popen[bytes]:
+    def client(self, offer: MpsClient) -> subprocess.Popen[bytes]:
         """Start a process that is a client, as CUDA would make it one."""
         command = [sys.executable, "-c", "import time; time.sleep(600)"]
         process = self._stack.enter_context(subprocess.Popen(command, env={**os.environ, **offer.env}))
@@ -312,7 +312,7 @@ def test_its_server_is_told_from_its_clients_and_from_the_servers_of_others(benc
     offer = bench.offer()
     server, client = bench.server(offer), bench.client(offer)
     elsewhere = MpsDaemons((bench.gpu,), _socket_dir(tmp_path / "other", PIPES), tmp_path / "other")
-    theirs = elsewhere.offer(bench.gpu, has_clients=False)
+    theirs = elsewhere.client(bench.gpu, has_clients=False)
     assert [bench.daemons.serves(pid) for pid in (server, client.pid, bench.server(theirs), os.getpid())] == [
         True,
         False,

@@ -159,7 +159,7 @@ def test_nobody_shares_with_training_that_cannot_be_suspended_or_goes_before_it(
 def test_a_job_of_another_size_than_its_server_does_not_share_with_it() -> None:
     outcome = decided(shared(gpus_of(2)), app("two", 2, ["g00-00", "g00-01"]), app("new"))["new"]
     assert outcome.gpus == ()
-    assert outcome.reason.endswith("and no server of jobs of 1 has what it may share")
+    assert outcome.reason.endswith("and no node of jobs of 1 has what it may share")
 
 
 def test_nobody_gets_a_second_seat_of_a_gpu_and_no_more_share_one_than_it_has_seats() -> None:

@@ -13,11 +13,11 @@ from arbiter.core.policies.oasis.admission import HOMES_MAX, MOVABLE_MAX, Sale, 
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.oasis.prices import BELOW, IDLE, QUIET
 from arbiter.core.policies.oasis.settings import Terms
-from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.seam import AppView, Booking, GpuView, Market
 from arbiter.core.state.model import Active, ArbiterSettings, Refused
 from protocol.messages import AppId, NodeId, Refusal, Utility
+from protocol.utility_forms import parse
 from tests.core.test_policies import settled
 from tests.support.arbiter_site import Site, sent, wish
 from tests.support.auctions import app_of, gpus_of, view_of

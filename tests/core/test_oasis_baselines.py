@@ -8,7 +8,7 @@ import pytest
 
 from arbiter.core.policies.oasis import dorm, rrh
 from arbiter.core.policies.oasis.dorm import APPS_MAX, Dorm
-from arbiter.core.policies.oasis.dorm_partition import Tenant, fair_counts, partition
+from arbiter.core.policies.oasis.dorm_partition import AppDemand, fair_counts, partition
 from arbiter.core.policies.oasis.reward import Candidate, rewards
 from arbiter.core.policies.oasis.rrh import Rrh
 from arbiter.core.policies.oasis.utility import Sigmoid
@@ -52,18 +52,18 @@ def test_who_is_worth_most_for_its_time_starts_and_who_costs_the_others_more_tha
 
 def test_progressive_filling_by_hand() -> None:
     """The classic case of DRF: 9 CPUs and 18 GB; (1, 4) and (3, 1) end with 3 and 2 tasks."""
-    assert fair_counts([Tenant((1.0, 4.0), 9), Tenant((3.0, 1.0), 9)], (9.0, 18.0)) == [3, 2]
+    assert fair_counts([AppDemand((1.0, 4.0), 9), AppDemand((3.0, 1.0), 9)], (9.0, 18.0)) == [3, 2]
 
 
 def test_a_partition_uses_all_there_is_and_is_fair() -> None:
-    apps = [Tenant((1.0,), 8), Tenant((1.0,), 8)]
+    apps = [AppDemand((1.0,), 8), AppDemand((1.0,), 8)]
     assert partition(apps, (8.0,), fairness=0.0, adjusted=1.0) == [4, 4]
     assert sum(partition(apps, (9.0,), fairness=0.2, adjusted=1.0)) == 9
 
 
 def test_no_more_apps_are_changed_than_allowed() -> None:
     """Ten apps of one GPU each and ten GPUs more: one in ten may change."""
-    apps = [Tenant((1.0,), 20, has=1) for _ in range(10)]
+    apps = [AppDemand((1.0,), 20, has=1) for _ in range(10)]
     counts = partition(apps, (20.0,), fairness=1.0, adjusted=0.1)
     assert sorted(counts) == [1] * 9 + [11]
     assert sorted(partition(apps, (20.0,), fairness=0.0, adjusted=1.0)) == [2] * 10

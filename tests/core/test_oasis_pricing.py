@@ -27,9 +27,9 @@ from arbiter.core.policies.oasis.prices import (
 )
 from arbiter.core.policies.oasis.rebooking import GAIN, BookedApp, best_schedule, make_room, price_of
 from arbiter.core.policies.oasis.schedule import Deployment, Pool, Prospects, Request, Schedule, Servers, sell
-from arbiter.core.policies.oasis.spelling import FORMS, parse
 from arbiter.core.policies.oasis.utility import Sigmoid, in_slots
 from benchmarks.papers.oasis_optimum import OfflineJob, optimum
+from protocol.utility_forms import FORMS, parse
 
 FREE = Bounds((math.log(100.0),), math.log(1.0))
 PATIENT = Sigmoid(200.0, 0.0, 0.0)

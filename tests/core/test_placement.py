@@ -189,56 +189,56 @@ def test_lots_rank_only_equal_ones_by_chance(monkeypatch: pytest.MonkeyPatch) ->
 
 
 ACTS = st.lists(
-    st.tuples(st.sampled_from(["claim", "remove", "add", "level"]), st.integers(0, 11), st.integers(1, 3)), max_size=30
+    st.tuples(st.sampled_from(["leave", "remove", "add", "level"]), st.integers(0, 11), st.integers(1, 3)), max_size=30
 )
 
 
-def changed(holes: Holes, claims: dict[GpuId, int], gpu: GpuView, act: str, weight: int) -> dict[GpuId, int]:
-    """Do one act; return the claims after it."""
-    if act == "claim":
-        holes.claim(gpu.gpu, weight)
-        return claims | ({gpu.gpu: weight} if gpu.gpu in holes else {})
+def changed(holes: Holes, departures: dict[GpuId, int], gpu: GpuView, act: str, weight: int) -> dict[GpuId, int]:
+    """Do one act; return the departures after it."""
+    if act == "leave":
+        holes.add_departure(gpu.gpu, weight)
+        return departures | ({gpu.gpu: weight} if gpu.gpu in holes else {})
     if act == "remove" and gpu.gpu in holes:
         holes.remove(gpu.gpu)
-        return {each: weight for each, weight in claims.items() if each != gpu.gpu}
+        return {each: weight for each, weight in departures.items() if each != gpu.gpu}
     if act == "add" and gpu.gpu not in holes:
         holes.add(gpu)
     elif act == "level":
-        holes.level_claims()
-        return dict.fromkeys(claims, 1)
-    return claims
+        holes.level_departures()
+        return dict.fromkeys(departures, 1)
+    return departures
 
 
 @given(ACTS)
 def test_what_taking_gpus_of_a_node_would_disturb_follows_every_change(acts: list[tuple[str, int, int]]) -> None:
     gpus = list(gpus_of(6, 6))
-    holes, claims = Holes(gpus, {gpus[0].gpu: 2}), {gpus[0].gpu: 2}
+    holes, departures = Holes(gpus, {gpus[0].gpu: 2}), {gpus[0].gpu: 2}
     for act, number, weight in acts:
-        claims = changed(holes, claims, gpus[number], act, weight)
+        departures = changed(holes, departures, gpus[number], act, weight)
         for node, pool in holes.nodes.items():
             for take in range(1, len(pool) + 1):
-                least = sorted(claims.get(each, 0) for each in pool)[:take]
+                least = sorted(departures.get(each, 0) for each in pool)[:take]
                 found = holes.disturbed(node, pool, take, ())
                 assert found == (least[-1], sum(each > 0 for each in least))
 
 
 @given(ACTS)
-def test_the_best_machine_is_the_one_that_a_look_at_all_would_find(acts: list[tuple[str, int, int]]) -> None:
+def test_the_best_node_is_the_one_that_a_look_at_all_would_find(acts: list[tuple[str, int, int]]) -> None:
     gpus = list(gpus_of(4, 4, 4))
-    holes, claims = Holes(gpus, {gpus[0].gpu: 2}), {gpus[0].gpu: 2}
+    holes, departures = Holes(gpus, {gpus[0].gpu: 2}), {gpus[0].gpu: 2}
     for act, number, weight in acts:
-        claims = changed(holes, claims, gpus[number], act, weight)
+        departures = changed(holes, departures, gpus[number], act, weight)
         sizes = {node: len(pool) for node, pool in holes.nodes.items()}
-        unclaimed = {node: sum(gpu not in claims for gpu in pool) for node, pool in holes.nodes.items()}
+        vacant = {node: sum(gpu not in departures for gpu in pool) for node, pool in holes.nodes.items()}
         assert holes.largest() == max(sizes.values(), default=0)
         for count in (1, 2, 4):
-            roomy = [(sizes[node], node) for node in sizes if unclaimed[node] >= count]
+            roomy = [(sizes[node], node) for node in sizes if vacant[node] >= count]
             assert holes.tightest(count) == (min(roomy)[1] if roomy else None)
         for left, chunk in ((1, 1), (2, 2), (3, 1), (6, 2)):
             keys = []
             for node, pool in holes.nodes.items():
                 take = min(len(pool), left) // chunk * chunk
-                least = sorted(claims.get(gpu, 0) for gpu in pool)[:take]
+                least = sorted(departures.get(gpu, 0) for gpu in pool)[:take]
                 if take:
                     disturbed = (max(least), sum(each > 0 for each in least))
                     fits = (0, *disturbed, len(pool)) if take == left else (1, -take, *disturbed, len(pool))

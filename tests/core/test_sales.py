@@ -12,13 +12,13 @@ from arbiter.core.effects import Decide, Sell, Sold
 from arbiter.core.members import sales
 from arbiter.core.members.sale_batch import failed, sell
 from arbiter.core.policies.oasis.policy import Oasis
-from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.seam import Admission, AppView, Booking, Market
 from arbiter.core.state.model import Active, Enrolling, Refused, Settled
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from protocol.messages import AppId, NodeId, Party, Query
+from protocol.utility_forms import parse
 from tests.core.test_oasis import KNOBS, PATIENT, SETTINGS, SLOT_S, Shop, Terms, _terms, looking, selling
 from tests.support.arbiter_site import notes
 from tests.support.wishes import replace

@@ -12,13 +12,13 @@ import pytest
 from app_agent.core.spec import AppSpec
 from arbiter.core.policies.oasis.policy import Oasis
 from arbiter.core.policies.oasis.settings import Terms
-from arbiter.core.policies.oasis.spelling import parse
 from arbiter.core.registry import POLICIES, Entry
 from arbiter.core.state.model import ArbiterSettings
 from launch.client import ending, open_client
 from launch.site.site import in_process, local_site, memory_bus, wait_ready
 from protocol.exit_codes import DONE
 from protocol.messages import Requirements
+from protocol.utility_forms import parse
 from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

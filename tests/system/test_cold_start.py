@@ -11,10 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from msgspec.structs import replace
 from structlog.testing import capture_logs
 
 from arbiter import solver
 from arbiter.core.policies.themis.auction import compiled
+from arbiter.core.registry import POLICIES
 from launch.site.site import PROGRAM
 from tests.support.patience import PATIENCE_S
 
@@ -117,8 +119,11 @@ async def test_where_compiled_code_cannot_be_kept_rounds_wait_until_it_is_there(
 ) -> None:
     told: list[str] = []
     monkeypatch.setattr(compiled._Use, "kept", False)
-    monkeypatch.setattr(solver, "warm_up", lambda: told.append("compiled"))
-    await solver.Solver().prepare(lambda: told.append("ready"))
+    entry = POLICIES["themis"]
+    assert entry.loops is not None
+    loops = replace(entry.loops, warm_up=lambda: told.append("compiled"))
+    monkeypatch.setitem(POLICIES, "themis", replace(entry, loops=loops))
+    await solver.Solver().prepare("themis", lambda: told.append("ready"))
     assert told == ["compiled", "ready"]
 
 
@@ -135,9 +140,15 @@ async def test_where_they_cannot_be_compiled_plain_python_goes_on(
     monkeypatch.setattr(solver, "COMPILE", command)
     told: list[None] = []
     with capture_logs() as lines:
-        await solver.Solver().prepare(lambda: told.append(None))
+        await solver.Solver().prepare("themis", lambda: told.append(None))
     try:
         assert (len(told), compiled.compiled_in_use()) == (1, False)
         assert [line["event"] for line in lines if says in line["why"]] == ["solver.slow"]
     finally:
         compiled.use_compiled()
+
+
+async def test_a_policy_that_compiles_nothing_is_ready_at_once() -> None:
+    told: list[str] = []
+    await solver.Solver().prepare("fifo", lambda: told.append("ready"))
+    assert (told, compiled.compiled_in_use()) == (["ready"], compiled.COMPILED)

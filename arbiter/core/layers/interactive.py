@@ -200,7 +200,7 @@ class _Serving:
     def _newcomers(self, interactive: set[AppId]) -> list[Victim]:
         """Return what apps of class ``batch`` that hold nothing are given in this round, job by job.
 
-        Who has made room P times is left out: it begins.
+        An app that has made room P times is left out: it begins.
         """
         given: dict[AppId, list[GpuView]] = defaultdict(list)
         for gpu in self._view.gpus:

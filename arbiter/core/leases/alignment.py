@@ -198,16 +198,14 @@ def _ends(turn: Turn, gpu: Gpu) -> float:
 
 
 def _soonest(turn: Turn, inside: Sequence[GpuView], count: int) -> list[Gpu]:
-    """Return so many GPUs of one place, from as few machines as may be, those first that end soonest; or none."""
+    """Return so many GPUs of one place, from as few nodes as may be, those first that end soonest; or none."""
     if len(inside) < count:
         return []
-    machines = [
-        [turn.state.gpus[view.gpu] for view in views] for views in group(inside, lambda view: view.node).values()
-    ]
-    for gpus in machines:
+    nodes = [[turn.state.gpus[view.gpu] for view in views] for views in group(inside, lambda view: view.node).values()]
+    for gpus in nodes:
         gpus.sort(key=lambda gpu: (_ends(turn, gpu), gpu.id))
-    machines.sort(key=lambda gpus: (-min(len(gpus), count), _ends(turn, gpus[:count][-1]), gpus[0].node))
-    return [gpu for gpus in machines for gpu in gpus][:count]
+    nodes.sort(key=lambda gpus: (-min(len(gpus), count), _ends(turn, gpus[:count][-1]), gpus[0].node))
+    return [gpu for gpus in nodes for gpu in gpus][:count]
 
 
 def _with_mates(turn: Turn, gpus: Sequence[Gpu]) -> list[Gpu]:

@@ -1,10 +1,10 @@
 """Assignment of the GPUs in play by whole gangs, admission, and the sentences on it: shared by all policies.
 
-Rounds may have thousands of apps and of GPUs, and most apps get nothing. So what is left is kept by machine, an app
-that cannot be served is passed over without a look at any GPU, and only who gets new GPUs has its places compared.
+Rounds may have thousands of apps and of GPUs, and most apps get nothing. So what is left is kept by node, an app
+that cannot be served is passed over without a look at any GPU, and only an app that gets new GPUs has places compared.
 
-Preferred are, in this order: GPUs the app holds (a renewal is no restart), for an app that spans machines the rack
-where it is already, machines where it is already, one machine that holds all it gets (else, for an app that spans, one
+Preferred are, in this order: GPUs the app holds (a renewal is no restart), for an app that spans nodes the rack
+where it is already, nodes where it is already, one node that holds all it gets (else, for an app that spans, one
 rack), free GPUs before those that another app must leave, the tightest hole, one slot.
 """
 
@@ -29,26 +29,26 @@ MOVE_S = 60.0
 
 
 class Holes:
-    """GPUs that are left, by machine; machines with none are not there.
+    """GPUs that are left, by node; nodes with none are not there.
 
-    `claims` names those whose holder must leave first, and says how much that is to be avoided (1 or more).
+    `departures` names those that a holder must leave first, and says how much that is to be avoided (1 or more).
     """
 
-    def __init__(self, gpus: Iterable[GpuView], claims: Mapping[GpuId, int] = MappingProxyType({})) -> None:
+    def __init__(self, gpus: Iterable[GpuView], departures: Mapping[GpuId, int] = MappingProxyType({})) -> None:
         self.nodes: dict[NodeId, Pool] = {}
         self.views: Pool = {}
         for gpu in gpus:
             self._put(gpu)
-        self.claims: dict[GpuId, int] = {}
-        self._claimed: Counter[NodeId] = Counter()
-        self._alike = True  # every claim weighs 1
-        #: By machine, as far as known: the claims on what is left of it, rising, and the unclaimed GPUs among these.
+        self.departures: dict[GpuId, int] = {}
+        self._occupied: Counter[NodeId] = Counter()
+        self._alike = True  # every departure weighs 1
+        #: By node, as far as known: the weights of what is left of it, rising, and how many GPUs are vacant.
         self._weights: dict[NodeId, tuple[list[int], int]] = {}
         self._rankings: dict[object, _Ranking] = {}
-        self._changes: list[NodeId] = []  #: machines of which anything has changed since the first ranking was made
-        for gpu_id in self.views if claims else ():
-            if gpu_id in claims:
-                self.claim(gpu_id, claims[gpu_id])
+        self._changes: list[NodeId] = []  #: nodes of which anything has changed since the first ranking was made
+        for gpu_id in self.views if departures else ():
+            if gpu_id in departures:
+                self.add_departure(gpu_id, departures[gpu_id])
 
     def __len__(self) -> int:
         return len(self.views)
@@ -71,26 +71,26 @@ class Holes:
         if self._rankings:
             self._changes.append(node)
 
-    def claim(self, gpu: GpuId, weight: int) -> None:
-        """Say, or say anew, that a GPU which is left has a holder; nothing is said of others."""
+    def add_departure(self, gpu: GpuId, weight: int) -> None:
+        """Say, or say anew, that a holder must leave this GPU first; a GPU that is not left is passed over."""
         view = self.views.get(gpu)
         if view is not None:
-            if gpu not in self.claims:
-                self._claimed[view.node] += 1
-            self.claims[gpu] = weight
+            if gpu not in self.departures:
+                self._occupied[view.node] += 1
+            self.departures[gpu] = weight
             self._note_change(view.node)
             self._alike = self._alike and weight == 1
 
-    def level_claims(self) -> None:
-        """Let every claim weigh 1."""
-        self.claims = dict.fromkeys(self.claims, 1)
+    def level_departures(self) -> None:
+        """Let every departure weigh 1."""
+        self.departures = dict.fromkeys(self.departures, 1)
         self._weights.clear()
         self._rankings.clear()
         self._changes.clear()
         self._alike = True
 
     def add(self, gpu: GpuView) -> None:
-        """Put back a GPU, which no other app claims."""
+        """Put back a GPU, which no app must leave first."""
         self._put(gpu)
         self._note_change(gpu.node)
 
@@ -101,15 +101,15 @@ class Holes:
         del pool[gpu]
         if not pool:
             del self.nodes[view.node]
-        if self.claims.pop(gpu, None) is not None:
-            self._claimed[view.node] -= 1
+        if self.departures.pop(gpu, None) is not None:
+            self._occupied[view.node] -= 1
         self._note_change(view.node)
         return view
 
     def _first(self, name: object, key_of: Callable[[NodeId, Pool], tuple[int, ...] | None]) -> _Keyed | None:
-        """Return the machine with the least key, and of equal ones by its name; those without a key do not count.
+        """Return the node with the least key, and of equal ones by its name; those without a key do not count.
 
-        Kept by `name`: between two questions few machines change, and only these get their keys anew.
+        Kept by `name`: between two questions few nodes change, and only these get their keys anew.
         """
         ranking = self._rankings.get(name)
         if ranking is None:
@@ -123,21 +123,21 @@ class Holes:
         return ranking.first()
 
     def largest(self) -> int:
-        """Return the most GPUs that are left on one machine."""
+        """Return the most GPUs that are left on one node."""
         found = self._first("largest", lambda _, pool: (-len(pool),))
         return 0 if found is None else -found[0][0]
 
     def tightest(self, count: int) -> NodeId | None:
-        """Return the machine with the fewest GPUs left that has so many unclaimed ones; None when there is none."""
+        """Return the node with the fewest GPUs left that has so many vacant ones; None when there is none."""
 
         def size(node: NodeId, pool: Pool) -> tuple[int, ...] | None:
-            return (len(pool),) if len(pool) - self._claimed.get(node, 0) >= count else None
+            return (len(pool),) if len(pool) - self._occupied.get(node, 0) >= count else None
 
         found = self._first(count, size)
         return None if found is None else found[1]
 
     def best(self, left: int, chunk: int) -> tuple[NodeId, int] | None:
-        """Return the best machine for `left` more GPUs of an app that has none on any, and how many to take there."""
+        """Return the best node for `left` more GPUs of an app that has none on any, and how many to take there."""
 
         def key(node: NodeId, pool: Pool) -> tuple[int, ...] | None:
             take = most_whole(len(pool), left, 0, chunk)
@@ -147,20 +147,20 @@ class Holes:
         return None if found is None else (found[1], most_whole(len(self.nodes[found[1]]), left, 0, chunk))
 
     def disturbed(self, node: NodeId, pool: Pool, take: int, held: Collection[GpuId]) -> tuple[int, int]:
-        """Return the greatest claim that taking so many GPUs of `pool` must touch, and how many claims it touches."""
-        claimed = self._claimed.get(node, 0)
-        if not claimed:
+        """Return the greatest weight of a departure for taking so many GPUs of `pool`, and the number of departures."""
+        occupied = self._occupied.get(node, 0)
+        if not occupied:
             return (0, 0)
         if not held and len(pool) == len(self.nodes[node]):
             if self._alike:
-                touched = max(0, take - len(pool) + claimed)
+                touched = max(0, take - len(pool) + occupied)
                 return (min(1, touched), touched)
             known = self._weights.get(node)
             if known is None:
-                rising = sorted(self.claims.get(gpu, 0) for gpu in pool)
+                rising = sorted(self.departures.get(gpu, 0) for gpu in pool)
                 known = self._weights[node] = rising, bisect_right(rising, 0)
             return known[0][take - 1], max(0, take - known[1])
-        weights = sorted(0 if gpu in held else self.claims.get(gpu, 0) for gpu in pool)[:take]
+        weights = sorted(0 if gpu in held else self.departures.get(gpu, 0) for gpu in pool)[:take]
         return (weights[-1], sum(weight > 0 for weight in weights))
 
 
@@ -168,7 +168,7 @@ _Keyed = tuple[tuple[int, ...], NodeId]
 
 
 class _Ranking:
-    """Machines by their keys, the least first; the heap may hold keys that are no more."""
+    """Nodes by their keys, the least first; the heap may hold keys that are no more."""
 
     def __init__(self, keys: dict[NodeId, tuple[int, ...]], seen: int) -> None:
         self.seen = seen  #: so many of the changes are taken in
@@ -177,7 +177,7 @@ class _Ranking:
         heapify(self._heap)
 
     def put(self, node: NodeId, key: tuple[int, ...] | None) -> None:
-        """Give a machine another key, or none."""
+        """Give a node another key, or none."""
         if key is None:
             self._keys.pop(node, None)
         elif self._keys.get(node) != key:
@@ -185,7 +185,7 @@ class _Ranking:
             heappush(self._heap, (key, node))
 
     def first(self) -> _Keyed | None:
-        """Return the least key and its machine."""
+        """Return the least key and its node."""
         heap = self._heap
         while heap and self._keys.get(heap[0][1]) != heap[0][0]:
             heappop(heap)
@@ -195,15 +195,15 @@ class _Ranking:
 class Deal:
     """The GPUs in play while they are dealt: those that are left, and those of each app; none goes to two apps.
 
-    `gpus` and `claims` (see `Holes`) are all that are in play, and those that an app of the view holds, unless given.
+    Unless given, `gpus` are all that are in play, and `departures` (see `Holes`) those that an app of the view holds.
     """
 
     def __init__(
-        self, view: View, gpus: Iterable[GpuView] | None = None, claims: Mapping[GpuId, int] | None = None
+        self, view: View, gpus: Iterable[GpuView] | None = None, departures: Mapping[GpuId, int] | None = None
     ) -> None:
-        if claims is None:
-            claims = {gpu: 1 for app in view.apps for gpu in app.renewable}
-        self.left = Holes(view.gpus if gpus is None else gpus, claims)
+        if departures is None:
+            departures = {gpu: 1 for app in view.apps for gpu in app.renewable}
+        self.left = Holes(view.gpus if gpus is None else gpus, departures)
         self.got: defaultdict[AppId, list[GpuView]] = defaultdict(list)
         self._owner: dict[GpuId, AppId] = {}
 
@@ -219,7 +219,7 @@ class Deal:
             self._owner[gpu.gpu] = app
 
     def take_back(self, app: AppId) -> None:
-        """Put all GPUs that `app` got back to those that are left, unclaimed."""
+        """Put all GPUs that `app` got back to those that are left, vacant."""
         for gpu in self.got.pop(app, ()):
             self.left.add(gpu)
             del self._owner[gpu.gpu]
@@ -258,7 +258,7 @@ class Deal:
         """Return what is left and `app` can use at all."""
         if app.only is None:
             return self.left
-        return Holes((self.left.views[gpu] for gpu in app.only if gpu in self.left), self.left.claims)
+        return Holes((self.left.views[gpu] for gpu in app.only if gpu in self.left), self.left.departures)
 
     def hole(self, app: AppView) -> int:
         """Return the most GPUs that are left and `app` can use in one place that could hold its gang."""
@@ -324,14 +324,14 @@ def pick(
     holes
         What may be chosen from; `app.only` is not looked at.
     app
-        Its `level_max` bounds the union of the chosen and `near`; on each machine chosen from, they are a multiple of
-        its `chunk`, and if its gangs span machines, a multiple of its `gang` in all.
+        Its `level_max` bounds the union of the chosen and `near`; on each node chosen from, they are a multiple of
+        its `chunk`, and if its gangs span nodes, a multiple of its `gang` in all.
     count
         The most GPUs to choose.
     near
         GPUs the app has anyway.
     held
-        GPUs to take first, claimed or not.
+        GPUs to take first, vacant or not.
     """
     if app.spans:
         count = min(count, len(holes))
@@ -341,7 +341,7 @@ def pick(
     if not near and not held and app.level_max != "slot" and count % app.chunk == 0:
         node = holes.tightest(count)
         if node is not None:
-            return _of_machine(holes, holes.nodes[node], count, (), ())
+            return _of_node(holes, holes.nodes[node], count, (), ())
     if app.spans and app.level_max == "cluster" and (near or count > holes.largest()):
         bundle = _best(holes, app, count, "rack", near, held)
         if len(bundle) == count and _owned(bundle, held) == min(count, sum(gpu in holes for gpu in held)):
@@ -367,7 +367,9 @@ def _best(
         if bundle:
             own = _owned(bundle, held)
             one = len(pools) == 1 or len({gpu.node for gpu in bundle}) == 1
-            touched = sum(gpu.gpu in holes.claims and gpu.gpu not in held for gpu in bundle) if holes.claims else 0
+            touched = (
+                sum(gpu.gpu in holes.departures and gpu.gpu not in held for gpu in bundle) if holes.departures else 0
+            )
             key = (len(bundle), own, one, -touched, -sum(map(len, pools.values())))
             if not best or key > best_key:
                 best, best_key = bundle, key
@@ -383,13 +385,13 @@ def _owned(bundle: Sequence[GpuView], held: Collection[GpuId]) -> int:
 
 
 def _places(holes: Holes, level: Level) -> Iterator[tuple[tuple[str, ...], Mapping[NodeId, Pool]]]:
-    """Yield the places of that level, by name, each with what is left in it by machine."""
+    """Yield the places of that level, by name, each with what is left in it by node."""
     if level == "cluster":
         yield (), holes.nodes
         return
     places: dict[tuple[str, ...], dict[NodeId, Pool]] = {}
     for node, pool in holes.nodes.items():
-        if level != "slot":  # GPUs of one machine are in one rack
+        if level != "slot":  # GPUs of one node are in one rack
             places.setdefault(place_of(next(iter(pool.values())), level), {})[node] = pool
             continue
         for gpu in pool.values():
@@ -407,14 +409,14 @@ def _fill(
     kept_on: Mapping[NodeId, int],
     owned_on: Mapping[NodeId, int],
 ) -> list[GpuView]:
-    """Return up to `count` GPUs of `pools`, machine by machine."""
+    """Return up to `count` GPUs of `pools`, node by node."""
     chosen: list[GpuView] = []
     if pools is holes.nodes and not kept_on and not owned_on:
         first = holes.best(count, chunk)
         if first is None:
             return chosen
         node, take = first
-        chosen = _of_machine(holes, pools[node], take, near, held)
+        chosen = _of_node(holes, pools[node], take, near, held)
         if len(chosen) == count:
             return chosen
         open_ = {other: pool for other, pool in pools.items() if other != node}
@@ -431,7 +433,7 @@ def _fill(
             return chosen
         node, take = best
         del open_[node]
-        chosen += _of_machine(holes, pools[node], take, (*near, *chosen), held)
+        chosen += _of_node(holes, pools[node], take, (*near, *chosen), held)
     return chosen
 
 
@@ -445,7 +447,7 @@ def _next(
     kept_on: Mapping[NodeId, int],
     owned_on: Mapping[NodeId, int],
 ) -> tuple[NodeId, int] | None:
-    """Return the best of these machines for `left` more GPUs, with the least key of all, and the GPUs to take."""
+    """Return the best of these nodes for `left` more GPUs, with the least key of all, and the GPUs to take."""
     best: tuple[tuple[int, ...], NodeId] | None = None
     best_take = 0
     for node in among:
@@ -460,27 +462,29 @@ def _next(
 
 
 def _key(holes: Holes, node: NodeId, pool: Pool, take: int, left: int, held: Collection[GpuId] = ()) -> tuple[int, ...]:
-    """Return how good a machine is to take so many of `left` GPUs from, the least the best.
+    """Return how good a node is to take so many of `left` GPUs from, the least the best.
 
-    First one that has them all: of these the least claimed, and the fullest; then the one that has most.
+    First one that has them all: of these the one with the lightest departures, and the fullest; then the one with most.
     """
-    worst, touched = holes.disturbed(node, pool, take, held) if holes.claims else (0, 0)
+    worst, touched = holes.disturbed(node, pool, take, held) if holes.departures else (0, 0)
     size = len(pool)
     return (0, worst, touched, size, 0) if take >= left else (1, -take, worst, touched, size)
 
 
-def _of_machine(
-    holes: Holes, pool: Pool, count: int, near: Sequence[GpuView], held: Collection[GpuId]
-) -> list[GpuView]:
-    """Return `count` GPUs of one machine: the least claimed, and among those from as few slots as may be."""
+def _of_node(holes: Holes, pool: Pool, count: int, near: Sequence[GpuView], held: Collection[GpuId]) -> list[GpuView]:
+    """Return `count` GPUs of one node: those with the lightest departures, from as few slots as may be."""
     if count == len(pool):
         return list(pool.values())
-    claims = {gpu: holes.claims[gpu] for gpu in pool if gpu in holes.claims and gpu not in held} if holes.claims else {}
+    departures = (
+        {gpu: holes.departures[gpu] for gpu in pool if gpu in holes.departures and gpu not in held}
+        if holes.departures
+        else {}
+    )
     found = list(pool.values())
-    if claims:
-        worst = sorted(claims.get(gpu, 0) for gpu in pool)[count - 1]
-        found = [gpu for gpu in found if claims.get(gpu.gpu, 0) <= worst]
-    return dense(found, count, near=near, held=held, avoid=claims)
+    if departures:
+        worst = sorted(departures.get(gpu, 0) for gpu in pool)[count - 1]
+        found = [gpu for gpu in found if departures.get(gpu.gpu, 0) <= worst]
+    return dense(found, count, near=near, held=held, avoid=departures)
 
 
 def _stands(app: AppView, own: Sequence[GpuView], near: Sequence[GpuView]) -> bool:

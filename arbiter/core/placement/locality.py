@@ -1,11 +1,11 @@
-"""Placement: localities, and which GPUs of one machine to take; `policies.dealing.pick` chooses among machines.
+"""Placement: localities, and which GPUs of one node to take; `assignment.pick` chooses among them.
 
-Localities are nested: a slot (NVLink or PCIe island) lies in a machine, that in a rack, that in the cluster. Whatever
+Localities are nested: a slot (NVLink or PCIe island) lies in a node, that in a rack, that in the cluster. Whatever
 else is asked:
 
-- each gang lies within one machine: on every machine that gets new GPUs the app's GPUs, kept and new, are whole gangs.
-  Of an app that *spans* machines only the total must be whole gangs; it gets one machine if that is enough, else one
-  rack, else few machines;
+- each gang lies within one node: on every node that gets new GPUs the app's GPUs, kept and new, are whole gangs.
+  Of an app that *spans* nodes only the total must be whole gangs; it gets one node if that is enough, else one
+  rack, else few nodes;
 - a *level* (of a bid's row, or an app's `level_max`) bounds the **union** of all GPUs the app then holds, not one
   gang. An app of several jobs, which may stand anywhere, says ``cluster``; an app that is one elastic job says
   ``machine``.
@@ -60,7 +60,7 @@ def dense(
     held: Collection[GpuId] = (),
     avoid: Collection[GpuId] = (),
 ) -> list[GpuView]:
-    """Return `count` of the GPUs of one machine, from as few slots as may be, `held` ones first, `avoid` last."""
+    """Return `count` of the GPUs of one node, from as few slots as may be, `held` ones first, `avoid` last."""
     assert count <= len(gpus), f"{count} of {len(gpus)} GPUs"
     at_home = {gpu.slot for gpu in near if gpu.node == gpus[0].node}
     slots = group(sorted(gpus, key=lambda gpu: (gpu.gpu not in held, gpu.gpu in avoid, gpu.gpu)), lambda gpu: gpu.slot)

@@ -23,7 +23,7 @@ from protocol.messages import AppId, GpuId, NodeId, device_of
 def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome, ...]:
     """Derive the transitions by comparing desired with current; return the outcomes as they have become.
 
-    What the policy got wrong is not done, and neither is what has become impossible since it was asked.
+    Mistakes of the policy are not carried out, nor are changes that have become impossible since it was asked.
     """
     asked = {*phase.in_play, *phase.seats}
     takeable = frozenset(phase.takeable)

@@ -122,7 +122,7 @@ class ArbiterSettings(Struct, frozen=True):
 class Lease(Struct, frozen=True):
     """One seat of a GPU to one app until `expires_at`; (id, epoch) is the fencing token.
 
-    A `guest` came to a GPU that was another's; see `sharing`.
+    A `guest` came to a GPU that was another's; see `rounds.seats`.
     """
 
     id: LeaseId

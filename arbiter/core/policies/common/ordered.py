@@ -2,7 +2,7 @@
 
 The round walks the apps in the policy's order. An app that holds GPUs in play keeps those very GPUs. A
 newcomer whose GPUs may lie anywhere is only counted at first: it gets what is left in the end, since any GPUs serve it.
-A newcomer that needs a hole (a gang on one machine, a close locality, certain GPUs) is given its GPUs at once: of what
+A newcomer that needs a hole (a gang on one node, a close locality, certain GPUs) is given its GPUs at once: of what
 is free and of what apps behind it hold, the last in the order first. So no app loses its GPUs to one behind it, and one
 that lost its place to an app before it moves if there is room elsewhere.
 """
@@ -129,7 +129,7 @@ class Selection:
         return len(kept)
 
     def _by_machine(self, app: AppView) -> list[GpuId]:
-        """Return the GPUs in play that `app` holds; first those on machines where it has most."""
+        """Return the GPUs in play that `app` holds; first those on nodes where it has most."""
         own = [self._views[gpu] for gpu in app.renewable]
         counts = Counter(gpu.node for gpu in (*app.kept, *own))
         return [gpu.gpu for gpu in sorted(own, key=lambda gpu: (-counts[gpu.node], gpu.node, gpu.gpu))]
@@ -146,7 +146,7 @@ class Selection:
         self._passed_over.add(app.app)
         if self._deal is not None:
             for gpu in app.renewable:
-                self._deal.left.claim(gpu, 1)
+                self._deal.left.add_departure(gpu, 1)
 
     @cached_property
     def _views(self) -> Pool:
@@ -158,22 +158,22 @@ class Selection:
         if self._deal is None:
             kept = {gpu for own in self.own.values() for gpu in own}
             left = [gpu for gpu in self._view.gpus if gpu.gpu not in kept]
-            self._deal = Deal(self._view, left, self._claims(left))
+            self._deal = Deal(self._view, left, self._departures(left))
         return self._deal
 
-    def _claims(self, left: Sequence[GpuView]) -> dict[GpuId, int]:
+    def _departures(self, left: Sequence[GpuView]) -> dict[GpuId, int]:
         """Return how much each GPU that is held is to be avoided: the more, the earlier its holder's turn comes."""
-        claims = {gpu.gpu: 1 for gpu in left if gpu.holder is not None}
+        departures = {gpu.gpu: 1 for gpu in left if gpu.holder is not None}
         if self._over:
             for app in self.holders:
                 if self.own.get(app.app) is not app.renewable:
-                    claims |= dict.fromkeys(app.renewable, 1)
-            return claims
+                    departures |= dict.fromkeys(app.renewable, 1)
+            return departures
         for place, app in enumerate(self._order):
             if app.renewable:
                 weight = 1 if app.app in self._passed_over else len(self._order) + 1 - place
-                claims |= dict.fromkeys(app.renewable, weight)
-        return claims
+                departures |= dict.fromkeys(app.renewable, weight)
+        return departures
 
     # --- the end ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +184,7 @@ class Selection:
         """
         self._over = True
         if self._promised and self._deal is not None:
-            self._deal.left.level_claims()
+            self._deal.left.level_departures()
         for app_id, count in self._promised.items():
             app = self.served[app_id]
             own = [self._views[gpu] for gpu in self.own[app_id]] if self.own.get(app_id) else []
@@ -271,7 +271,7 @@ class Ranked(Policy):
     """A policy that serves apps in an order, without an auction."""
 
     by: str  #: the key of the order, in words
-    migrates: ClassVar[bool] = False  #: whether apps on several machines move where they lie closer together
+    migrates: ClassVar[bool] = False  #: whether apps on several nodes move where they lie closer together
 
     # --- what each policy says --------------------------------------------------------------------------------------
 
@@ -456,7 +456,7 @@ def _lost(app: AppView, own: Sequence[GpuId]) -> list[GpuId]:
 
 
 def _has_job_apart(app: AppView, gpus_: Sequence[GpuView]) -> bool:
-    """Whether any job of `app` lies on several machines; its jobs not known: whether its gangs could."""
+    """Whether any job of `app` lies on several nodes; its jobs not known: whether its gangs could."""
     nodes = {gpu.gpu: gpu.node for gpu in gpus_}
     if any(app.jobs):
         return any(len({nodes[gpu] for gpu in job if gpu in nodes}) > 1 for job in app.jobs)
@@ -464,5 +464,5 @@ def _has_job_apart(app: AppView, gpus_: Sequence[GpuView]) -> bool:
 
 
 def _spread(bundle: Sequence[GpuView]) -> tuple[int, int]:
-    """Return how far apart GPUs lie: their locality, then the number of machines."""
+    """Return how far apart GPUs lie: their locality, then the number of nodes."""
     return LOOSENESS[locality(bundle)], len({gpu.node for gpu in bundle})

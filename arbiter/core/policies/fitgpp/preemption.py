@@ -242,8 +242,8 @@ class Round:
         return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
 
     def _usable(self, app: AppView, pool: Iterable[GpuView], shut: Container[NodeId] = ()) -> Holes:
-        claims = dict.fromkeys(self._emptied, 1)
-        return Holes((gpu for gpu in app.usable(pool) if gpu.node not in shut), claims)
+        departures = dict.fromkeys(self._emptied, 1)
+        return Holes((gpu for gpu in app.usable(pool) if gpu.node not in shut), departures)
 
     def asks(self, app: AppView) -> bool:
         """Whether an app takes anything of a node that is counted, beside GPUs."""

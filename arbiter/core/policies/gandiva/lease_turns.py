@@ -10,7 +10,7 @@ So a job that has had its GPUs for `lease_s` gives them up
 Only jobs that can save or be suspended give way, and none does for a lower priority. A job that has given way is placed
 anew in the same round: it shares GPUs elsewhere, or waits for its next turn.
 
-*Source:* ours. Gandiva (OSDI 2018) has one kind of turns, a minute long, of jobs that all lie on one server each;
+*Source:* ours. Gandiva (OSDI 2018) has one kind of turns, a minute long, of jobs that all lie on one node each;
 docs/decisions/0005 has the reasons.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from arbiter.core.placement.locality import place_of
-from arbiter.core.policies.gandiva.nodes import Servers
+from arbiter.core.policies.gandiva.nodes import NodeTable
 from arbiter.core.seam import AppView, GpuView, View
 from protocol.messages import AppId, GpuId, device_of
 
@@ -38,7 +38,7 @@ class Round(Protocol):
 
     view: View
     apps: dict[AppId, AppView]
-    servers: Servers
+    table: NodeTable
 
     def say(self, app: AppId, what: str) -> None:
         """Note something to tell an app."""
@@ -88,16 +88,16 @@ def _gives_way(round_: Round, app: AppView, newcomer: AppView) -> bool:
 
 def _clear(round_: Round, app: AppView) -> Left:
     """Place a gang of `app` on whole GPUs that others give up; return these, none if it cannot be placed so."""
-    servers, apps = round_.servers, round_.apps
+    table, apps = round_.table, round_.apps
     usable = None if app.only is None else frozenset(map(device_of, app.only))
     places: dict[tuple[str, ...], list[tuple[int, GpuId]]] = {}
-    for node, devices in sorted(servers.devices.items()):
+    for node, devices in sorted(table.devices.items()):
         for device in sorted(devices if usable is None else devices & usable):
-            sitting = servers.sitting[device]
-            if all(seat in servers.held[each] for each, seat in sitting.items()) and all(
+            sitting = table.sitting[device]
+            if all(seat in table.held[each] for each, seat in sitting.items()) and all(
                 _gives_way(round_, apps[each], app) for each in sitting
             ):
-                seat = next(iter([*sitting.values(), *servers.free.get(device, {}).values()]), None)
+                seat = next(iter([*sitting.values(), *table.free.get(device, {}).values()]), None)
                 if seat is not None:
                     assert seat.node == node
                     places.setdefault(place_of(seat, app.level_max), []).append((len(sitting), device))
@@ -106,13 +106,13 @@ def _clear(round_: Round, app: AppView) -> Left:
         return []
     chosen = min(fitting, key=lambda place: sum(count for count, _ in place))
     names = {device for _, device in chosen}
-    leavers: list[AppId] = sorted({each for device in names for each in servers.sitting[device]})
+    leavers: list[AppId] = sorted({each for device in names for each in table.sitting[device]})
     return _instead(round_, app, [(apps[each], _seats_on(round_, apps[each], names)) for each in leavers])
 
 
 def _succeed(round_: Round, app: AppView) -> Left:
     """Place a gang of `app` where a job on whole GPUs gives them up, the one that has had them longest first."""
-    holders = [each for each in round_.view.apps if each.whole_gpus and round_.servers.held[each.app]]
+    holders = [each for each in round_.view.apps if each.whole_gpus and round_.table.held[each.app]]
     for holder in sorted(holders, key=lambda each: -_held_s(round_, each)):
         if _gives_way(round_, holder, app):
             for job in round_.jobs(holder):
@@ -126,7 +126,7 @@ def _seats_on(round_: Round, app: AppView, devices: set[GpuId]) -> list[GpuView]
     """Return all seats of those jobs of `app` that have one on `devices`; of jobs that are not known, all it has."""
     jobs = [job.seats for job in round_.jobs(app) if any(seat.device in devices for seat in job.seats)]
     known = {seat.device for seats in jobs for seat in seats}
-    held = round_.servers.held[app.app]
+    held = round_.table.held[app.app]
     whole = known.issuperset(seat.device for seat in held if seat.device in devices)
     return [seat for seats in jobs for seat in seats] if whole else [*held]
 
@@ -134,9 +134,9 @@ def _seats_on(round_: Round, app: AppView, devices: set[GpuId]) -> list[GpuView]
 def _instead(round_: Round, app: AppView, left: Left) -> Left:
     """Place a gang of `app` once these seats are left; if it cannot be placed even so, undo that and return none."""
     for each, seats in left:
-        round_.servers.take(each.app, seats)
+        round_.table.take(each.app, seats)
     if round_.place_gang(app):
         return left
     for each, seats in left:
-        round_.servers.put(each.app, seats)
+        round_.table.put(each.app, seats)
     return []

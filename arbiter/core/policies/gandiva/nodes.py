@@ -1,4 +1,4 @@
-"""Who has which seats, server by server, while a round is decided: what `gandiva` counts load, height and affinity by.
+"""The seats of each node and their holders while a round is decided: the load, the height and the affinity of nodes.
 
 A *device* is a GPU, a *seat* one job's part of it; unless GPUs are shared each device has one. Promised seats count as
 taken, though they are not in play. No app has two seats of one device.
@@ -13,8 +13,8 @@ from arbiter.core.seam import GpuView, View
 from protocol.messages import AppId, GpuId, NodeId
 
 
-class Servers:
-    """All servers with a seat in play or promised, and what the round has given and taken so far."""
+class NodeTable:
+    """All nodes with a seat in play or promised, and what the round has given and taken so far."""
 
     def __init__(self, view: View) -> None:
         self.seats = {seat.gpu: seat for seat in view.gpus}
@@ -25,8 +25,8 @@ class Servers:
         self.sitting: dict[GpuId, dict[AppId, GpuView]] = {}  #: by device, with those that are promised
         self.free: dict[GpuId, dict[GpuId, GpuView]] = {}  #: by device, the free seats
         self.devices: dict[NodeId, set[GpuId]] = {}
-        self.idle: dict[NodeId, set[GpuId]] = {}  #: by server, the devices without an app
-        self.taken: Counter[NodeId] = Counter()  #: by server, how many seats are taken
+        self.idle: dict[NodeId, set[GpuId]] = {}  #: by node, the devices without an app
+        self.taken: Counter[NodeId] = Counter()  #: by node, how many seats are taken
         self._gangs = {app.app: app.gang for app in view.apps}
         self._place = {app.app: place for place, app in enumerate(view.apps)}
         self._on: dict[NodeId, Counter[AppId]] = {}
@@ -70,20 +70,20 @@ class Servers:
                 self.idle[seat.node].add(seat.device)
 
     def affinity(self, node: NodeId) -> int:
-        """Return the size of the jobs that a server serves: the gang of who came first of those on it; 0: of none."""
+        """Return the size of the jobs that a node serves: the gang of the app on it that came first; 0: of none."""
         on = self._on.get(node)
         return self._gangs[min(on, key=self._place.__getitem__)] if on else 0
 
     def load(self, node: NodeId) -> float:
-        """Return M / N of a server."""
+        """Return M / N of a node."""
         return self.taken[node] / len(self.devices[node])
 
     def height(self, node: NodeId, more: int = 0) -> int:
-        """Return ceil(M / N) of a server with so many more seats taken."""
+        """Return ceil(M / N) of a node with so many more seats taken."""
         return -(-(self.taken[node] + more) // len(self.devices[node]))
 
     def idle_seats(self, node: NodeId) -> list[GpuView]:
-        """Return one seat of each idle device of a server; if an app must leave it first, that app's."""
+        """Return one seat of each idle device of a node; if an app must leave it first, that app's."""
         return [self._best_seat(device) for device in sorted(self.idle.get(node, ()))]
 
     def _best_seat(self, device: GpuId) -> GpuView:
@@ -105,7 +105,7 @@ class Servers:
         return len(self.sitting[seat.device])
 
     def largest(self) -> int:
-        """Return the most idle devices of one server."""
+        """Return the most idle devices of one node."""
         return max(map(len, self.idle.values()), default=0)
 
     def idle_count(self) -> int:

@@ -1,8 +1,8 @@
-"""Gandiva's placement: pack apps on few machines, and move those that could lie closer together.
+"""Gandiva's placement: pack apps on few nodes, and move those that could lie closer together.
 
 Whose turn it is is decided by fairness alone, so that nothing starves: one gang at a time, the apps with the fewest
 gangs first, among them those that were served least so far (then in order of arrival). Where an app lies is decided by
-locality alone: it keeps its GPUs, but if one of its jobs is on several machines, and as many are free closer together
+locality alone: it keeps its GPUs, but if one of its jobs is on several nodes, and as many are free closer together
 once newcomers are placed, it moves there, provided that it loses no step and has ten times as long to go as that takes.
 
 With ``turns = "placement"`` whose turn it is is decided by locality, too: the next gang goes to the app whose GPUs lie
@@ -10,7 +10,7 @@ closest together with it. An app that holds GPUs in play keeps these first, as n
 Themis describes its baseline, and not fair: an app that came first may grow while another waits.
 
 *Source:* Gandiva (OSDI 2018) as Themis (NSDI 2020), section 8, re-implements it as a baseline: greedy highest placement
-preference, packing jobs on few machines, migrations. Time-slicing within a machine and packing several jobs on one GPU
+preference, packing jobs on few nodes, migrations. Time-slicing within a node and packing several jobs on one GPU
 are not part of that. The fair order of turns is this project's choice; the paper names none.
 """
 

@@ -344,8 +344,8 @@ class Sale:
 def _of_kind(market: Market, app: AppView) -> Sequence[tuple[NodeId, int]]:
     """Return the nodes on which `app` may book, and how many GPUs of each it could use.
 
-    Who asks for a kind of GPUs books on nodes that have no others, so that what is left there is of that kind; on
-    nodes of several kinds only where there are none for its gang.
+    An app that asks for a kind of GPUs books on nodes that have no others, so that the GPUs left there are of that
+    kind; on nodes of several kinds only where there are none for its gang.
     """
     if app.app not in market.kinds:
         return market.gpus

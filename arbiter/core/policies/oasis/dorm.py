@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arbiter.core.placement.assignment import Deal, accepted, gpus
-from arbiter.core.policies.oasis.dorm_partition import Tenant, partition
+from arbiter.core.policies.oasis.dorm_partition import AppDemand, partition
 from arbiter.core.seam import Allocation, AppView, Clock, Outcome, Policy, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
 
@@ -76,9 +76,9 @@ class Dorm(Policy):
     def _partition(self, view: View, apps: Sequence[AppView]) -> dict[AppId, int]:
         """Return how many GPUs each app is to have, those that are not in play included."""
         total = len(view.gpus) + sum(len(app.kept) for app in apps)
-        tenants = [Tenant((float(app.gang),), app.demand_max // app.gang, _has(app) // app.gang) for app in apps]
+        demands = [AppDemand((float(app.gang),), app.demand_max // app.gang, _has(app) // app.gang) for app in apps]
         settings = self._settings
-        gangs = partition(tenants, (float(total),), fairness=settings.fairness, adjusted=settings.adjusted)
+        gangs = partition(demands, (float(total),), fairness=settings.fairness, adjusted=settings.adjusted)
         return {app.app: accepted(app, count * app.gang) for app, count in zip(apps, gangs, strict=True)}
 
     def _outcome(self, app: AppView, deal: Deal, count: int | None) -> Outcome:

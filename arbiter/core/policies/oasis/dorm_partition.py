@@ -32,15 +32,15 @@ UNFAIR = 100.0
 GAP = 0.02
 
 
-class Tenant(Struct, frozen=True):
-    """One app: what a gang takes of each resource, how many gangs at most, and how many it has (0: it does not run)."""
+class AppDemand(Struct, frozen=True):
+    """One app: the demand of a gang for each resource, the most gangs, and the gangs it has (0: it does not run)."""
 
     demand: tuple[float, ...]
     most: int
     has: int = 0
 
 
-def fair_counts(apps: Sequence[Tenant], capacity: Sequence[float]) -> list[int]:
+def fair_counts(apps: Sequence[AppDemand], capacity: Sequence[float]) -> list[int]:
     """Return the gangs of each app by progressive filling: one more to the smallest dominant share, while it fits."""
     left = np.array(capacity, dtype=np.float64)
     counts = [0] * len(apps)
@@ -66,7 +66,7 @@ def dominant(demand: Sequence[float], capacity: Sequence[float]) -> float:
 
 
 def partition(
-    apps: Sequence[Tenant], capacity: Sequence[float], *, fairness: float, adjusted: float, nodes_max: int = 5
+    apps: Sequence[AppDemand], capacity: Sequence[float], *, fairness: float, adjusted: float, nodes_max: int = 5
 ) -> list[int]:
     """Return the gangs of each app; what they have, as far as there is that, if the solver finds nothing."""
     programme = Programme()
@@ -95,11 +95,11 @@ def partition(
     return [round(found.values[n]) for n in counts]
 
 
-def _use(app: Tenant, capacity: Sequence[float]) -> float:
+def _use(app: AppDemand, capacity: Sequence[float]) -> float:
     return sum(need / have for need, have in zip(app.demand, capacity, strict=True) if have > 0)
 
 
-def _as_they_are(apps: Sequence[Tenant], capacity: Sequence[float]) -> list[int]:
+def _as_they_are(apps: Sequence[AppDemand], capacity: Sequence[float]) -> list[int]:
     left = np.array(capacity, dtype=np.float64)
     counts = []
     for app in apps:

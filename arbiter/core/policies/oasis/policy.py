@@ -81,7 +81,7 @@ class Oasis(Policy):
         return round_.answer()
 
 
-class _Claim(Struct, frozen=True):
+class _BookedPart(Struct, frozen=True):
     """A booking in this time slot: so many GPUs of a node; None: of any, for an app that may lie on several."""
 
     app: AppView
@@ -89,7 +89,7 @@ class _Claim(Struct, frozen=True):
     count: int
 
 
-def _claims(view: View, slot: int) -> list[_Claim]:
+def _booked_parts(view: View, slot: int) -> list[_BookedPart]:
     """Return all bookings in a time slot, apps that need one node first.
 
     The nodes that an app on several has booked only say that there is room; else it would move in every time slot.
@@ -98,10 +98,10 @@ def _claims(view: View, slot: int) -> list[_Claim]:
     for app in view.apps:
         booked = app.booking.at(slot) if app.booking is not None else ()
         if app.spans and booked:
-            found.append(_Claim(app, None, sum(count for _, count in booked)))
+            found.append(_BookedPart(app, None, sum(count for _, count in booked)))
         else:
-            found += [_Claim(app, node, count) for node, count in booked]
-    return sorted(found, key=lambda claim: claim.node is None)
+            found += [_BookedPart(app, node, count) for node, count in booked]
+    return sorted(found, key=lambda part: part.node is None)
 
 
 class _Round:
@@ -115,55 +115,55 @@ class _Round:
         self._nodes: dict[NodeId, list[GpuView]] = {}
         for gpu in view.gpus:
             self._nodes.setdefault(gpu.node, []).append(gpu)
-        self._claims = _claims(view, slot)
+        self._parts = _booked_parts(view, slot)
         self._short: dict[AppId, int] = {}  #: by app, the GPUs of its booking that it did not get
         self._lent: dict[AppId, int] = {}
 
-    def _unmet(self, claim: _Claim) -> int:
+    def _unmet(self, part: _BookedPart) -> int:
         """Return how many GPUs of its booking an app has not got so far."""
-        have = (*claim.app.kept, *self._deal.got[claim.app.app])
-        return claim.count - (len(have) if claim.node is None else sum(gpu.node == claim.node for gpu in have))
+        have = (*part.app.kept, *self._deal.got[part.app.app])
+        return part.count - (len(have) if part.node is None else sum(gpu.node == part.node for gpu in have))
 
-    def _missing(self, claim: _Claim) -> int:
+    def _missing(self, part: _BookedPart) -> int:
         """Return how many of these it could use now; one that has just begun wants no more until it has told so."""
-        return min(self._unmet(claim), self._deal.room(claim.app))
+        return min(self._unmet(part), self._deal.room(part.app))
 
-    def _able(self, claim: _Claim) -> list[GpuView]:
-        """Return the GPUs left on a claim's node, or anywhere, that its app may have."""
-        only, left = claim.app.only, self._deal.left
-        if claim.node is None:
+    def _able(self, part: _BookedPart) -> list[GpuView]:
+        """Return the GPUs left on a part's node, or anywhere, that its app may have."""
+        only, left = part.app.only, self._deal.left
+        if part.node is None:
             return list(left.views.values()) if only is None else [left.views[gpu] for gpu in only if gpu in left]
-        here = self._nodes.get(claim.node, ())
-        return [gpu for gpu in claim.app.usable(here) if gpu.gpu in left]
+        here = self._nodes.get(part.node, ())
+        return [gpu for gpu in part.app.usable(here) if gpu.gpu in left]
 
     def keep_booked(self) -> None:
         """Let apps keep the very GPUs that they hold, or are parked on, as far as they have booked so many there.
 
         Apps that may lie on several nodes stay where they are, but leave room for those that need one node.
         """
-        for claim in self._claims:
-            if claim.node is not None:
-                held = frozenset(claim.app.renewable)
-                self._keep(claim, [gpu for gpu in self._able(claim) if gpu.gpu in held])
+        for part in self._parts:
+            if part.node is not None:
+                held = frozenset(part.app.renewable)
+                self._keep(part, [gpu for gpu in self._able(part) if gpu.gpu in held])
         spare = {node: sum(gpu.gpu in self._deal.left for gpu in here) for node, here in self._nodes.items()}
-        for claim in self._claims:
-            if claim.node is not None and claim.node in spare:
-                spare[claim.node] -= max(0, self._missing(claim))
-        for claim in self._claims:
-            if claim.node is None:
-                only = None if claim.app.by_kind else claim.app.only
-                named = claim.app.renewable if only is None else only
+        for part in self._parts:
+            if part.node is not None and part.node in spare:
+                spare[part.node] -= max(0, self._missing(part))
+        for part in self._parts:
+            if part.node is None:
+                only = None if part.app.by_kind else part.app.only
+                named = part.app.renewable if only is None else only
                 mine = []
                 for gpu in (self._deal.left.views[gpu] for gpu in sorted(named) if gpu in self._deal.left):
                     if spare[gpu.node] > 0:
                         mine.append(gpu)
                         spare[gpu.node] -= 1
-                self._keep(claim, mine)
+                self._keep(part, mine)
 
-    def _keep(self, claim: _Claim, mine: Sequence[GpuView]) -> None:
+    def _keep(self, part: _BookedPart, mine: Sequence[GpuView]) -> None:
         """Give an app its booking out of these GPUs, those first that its jobs are on."""
-        self._take(claim, [gpu for gpu in mine if gpu.gpu in _run_on(claim.app)])
-        self._take(claim, [gpu for gpu in mine if gpu.gpu in self._deal.left])
+        self._take(part, [gpu for gpu in mine if gpu.gpu in _run_on(part.app)])
+        self._take(part, [gpu for gpu in mine if gpu.gpu in self._deal.left])
 
     def fill_booked(self) -> None:
         """Give apps the rest of their bookings, free GPUs first, as many as they can run on.
@@ -172,31 +172,31 @@ class _Round:
         kept for it and lent to no app: a borrower would start, and be stopped a moment later. The GPUs that a running
         search cannot use any more are lent. So are GPUs that are fewer than a parked job needs.
         """
-        for claim in self._claims:
-            if self._missing(claim) > 0:
-                self._take(claim, self._able(claim))
-            if self._missing(claim) > 0:
-                self._short[claim.app.app] = self._missing(claim)
-        for claim in self._claims:
-            app = claim.app
+        for part in self._parts:
+            if self._missing(part) > 0:
+                self._take(part, self._able(part))
+            if self._missing(part) > 0:
+                self._short[part.app.app] = self._missing(part)
+        for part in self._parts:
+            app = part.app
             begun = not app.sizes and (app.kept or self._deal.got[app.app])
-            unmet = min(self._unmet(claim), self._deal.room(app)) if begun else self._unmet(claim)
-            if unmet > 0 and claim.count >= _least(app):
-                free = sorted(gpu.gpu for gpu in self._able(claim) if gpu.holder is None)
+            unmet = min(self._unmet(part), self._deal.room(app)) if begun else self._unmet(part)
+            if unmet > 0 and part.count >= _least(app):
+                free = sorted(gpu.gpu for gpu in self._able(part) if gpu.holder is None)
                 for gpu in free[:unmet]:
                     self._deal.left.remove(gpu)
 
-    def _take(self, claim: _Claim, among: Sequence[GpuView]) -> None:
+    def _take(self, part: _BookedPart, among: Sequence[GpuView]) -> None:
         """Give an app its booking out of these GPUs, as many as make a number that it can run on."""
-        app, deal = claim.app, self._deal
+        app, deal = part.app, self._deal
         have = len(app.kept) + len(deal.got[app.app])
-        most = min(self._missing(claim), len(among))
+        most = min(self._missing(part), len(among))
         count = accepted(app, have + most) - have
         if have + count < _least(app):  # it is parked on more: it is lent those, or nothing
             return
         if count > 0:
             near = (*app.kept, *deal.got[app.app])
-            pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.claims)
+            pool = deal.left if len(among) == len(deal.left) else Holes(among, deal.left.departures)
             deal.give(app.app, pick(pool, app, count, near=near, held=app.renewable))
 
     # --- unsold GPUs ------------------------------------------------------------------------------------------------
@@ -209,7 +209,7 @@ class _Round:
         lagging = [app for app in self._view.apps if app.booking is not None and not self._next_count(app, self._slot)]
         unmet = [app for app in self._view.apps if app.app in self._short and not self._deal.got[app.app]]
         others = [app for app in self._view.apps if app.booking is None]
-        now = {claim.app.app for claim in self._claims}
+        now = {part.app.app for part in self._parts}
         early = [app for app in self._view.apps if app.app not in now and self._next_count(app, self._slot + 1)]
         for first in ((*lagging, *unmet), early, others):
             for app in first:
@@ -264,7 +264,7 @@ class _Round:
         return Allocation(
             assign=assign,
             outcomes=tuple(self._outcome(app) for app in told),
-            facts={"idle": float(len(self._deal.left)), "booked": float(sum(claim.count for claim in self._claims))},
+            facts={"idle": float(len(self._deal.left)), "booked": float(sum(part.count for part in self._parts))},
             rest=rest,
             look_again_s=max(1e-3, (self._slot + 1) * self._slot_s - self._view.now),
         )

@@ -1,4 +1,4 @@
-"""The worth of a job by the time at which it ends: the sigmoid. `spelling` is the way in which people write one.
+"""The worth of a job by the time at which it ends: the sigmoid. `protocol.utility_forms` reads what people write of it.
 
 *Source:* OASiS (INFOCOM 2018), section V: f(delay) = theta1 / (1 + exp(theta2 (delay - theta3))).
 """

@@ -1,8 +1,8 @@
 """SRTF and SRSF: shortest remaining run time, or shortest remaining service, first, with preemption.
 
-In every round the apps with the least left run, as many as fit; one that does not fit lets those behind it by. What is
-left is, under SRTF, the run time that each app says it has left with all the GPUs it can use; under SRSF, the
-GPU-seconds that it says it has left. An app that does not know it comes last.
+In every round the apps with the smallest rest run, as many as fit; one that does not fit lets those behind it by. Under
+SRTF an app's rest is the run time that it says it has left with all the GPUs it can use; under SRSF, the GPU-seconds
+that it says it has left. An app that does not know it comes last.
 
 *Source:* baselines of Themis (NSDI 2020), section 8: shortest remaining time, and shortest remaining service. There
 no policy preempts within a lease: that is ``tenure = "lease"``.

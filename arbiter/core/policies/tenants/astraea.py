@@ -6,8 +6,8 @@ other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or
 Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
-The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenancy`); both
-are our choice, the second is taken back with `until_fair` off.
+The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenant_order`);
+both are our choice, the second is taken back with `until_fair` off.
 """
 
 from __future__ import annotations

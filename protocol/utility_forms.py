@@ -1,4 +1,4 @@
-"""How people write the worth of a job by the time at which it ends; without numpy, for the command line."""
+"""The forms in which people write a utility: the worth of a job by the time at which it ends."""
 
 from __future__ import annotations
 
