@@ -637,6 +637,7 @@ class Queries:
             "policy": self._arbiter.state.settings.policy,
             "auction": policy.traits.probes,
             "held": list(described["gpus"]),
+            "has_run": any(toll.ran_s for toll in app.tolls.values()) or any(self._ran(app.id)),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
@@ -647,6 +648,10 @@ class Queries:
             "receipts": self._receipts(app.id, now),
         }
         return _answer(sender, query, document)
+
+    def _ran(self, app: AppId) -> Iterator[float]:
+        """Yield for how long each task of an app has had its GPUs, in seconds; 0 if no process of it was started."""
+        return (task.measured.ran_s for task in self._arbiter.state.tasks.values() if task.app == app)
 
     def _receipts(self, app: AppId, now: float) -> list[dict[str, Any]]:
         """Return the receipts of the newest preemptions of an app, oldest first."""

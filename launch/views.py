@@ -536,6 +536,8 @@ def next_step(document: Document) -> str:
             return "submit it again with the change that the refusal names"
         case "failed" if any(str(chapter["what"]).startswith("refused") for chapter in document.get("story") or ()):
             return "submit it again with the change that the refusal names"
+        case "failed" if not document.get("has_run", True):  # no process has started, so there is no output
+            return "submit it again once what the reason names is mended"
         case "failed":
             return f"gpu-arbiter logs {app}"
         case "finished" | "cancelled":

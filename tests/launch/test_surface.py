@@ -390,6 +390,8 @@ def test_gpu_time_says_what_was_lost_and_parked() -> None:
     [
         ({"state": "running", "held": ["g0"]}, "gpu-arbiter logs -f ada-1"),
         ({"state": "failed"}, "gpu-arbiter logs ada-1"),
+        ({"state": "failed", "has_run": True}, "gpu-arbiter logs ada-1"),
+        ({"state": "failed", "has_run": False}, "next: submit it again once what the reason names is mended"),
         ({"state": "refused", "refusal": "too large"}, "submit it again"),
         ({"state": "failed", "story": [{"at": "2026-01-01T00:00:00Z", "what": "refused: x"}]}, "submit it again"),
     ],

@@ -304,6 +304,19 @@ def test_an_app_that_can_neither_save_nor_be_suspended_is_held_with_force_only(c
     assert cli("cancel", app).returncode == 0
 
 
+def test_an_app_of_which_no_process_was_started_has_no_output_and_says_what_to_mend(cli: Cli) -> None:
+    app = cli("submit", "--retry", "0", "--no-check", "--", "/no/such/program").stdout.strip()
+    assert cli("wait", "--timeout", "30s", app).returncode != 0
+    assert cli("explain", app).stdout.rstrip().endswith("next: submit it again once what the reason names is mended")
+    logs = cli("logs", app)
+    assert (logs.returncode, logs.stdout) == (0, "")
+    assert logs.stderr.startswith(f"{app} has no output: ")
+    silent = cli("submit", "--retry", "0", *script("raise SystemExit(3)")).stdout.strip()
+    assert cli("wait", "--timeout", "30s", silent).returncode == 3
+    assert cli("explain", silent).stdout.rstrip().endswith(f"next: gpu-arbiter logs {silent}")
+    assert cli("logs", "--tail", "0", silent).stderr == ""
+
+
 def test_logs_follow_until_the_app_is_over(cli: Cli) -> None:
     app = cli("submit", *script("import time; print('one', flush=True); time.sleep(1); print('two')")).stdout.strip()
     assert cli("logs", "-f", app).stdout == "one\ntwo\n"
