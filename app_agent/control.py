@@ -332,6 +332,7 @@ class Control:
     def act(self, kind: AppActKind, app: str) -> str:
         """Have the arbiter act on an app; return the word for its state after that, such as ``held``.
 
+        It is done also where work is lost by it: `at_risk_s` of the app's tasks says how much (`query("apps")`).
         The codes are those of `cancel`, and 1 if the app is over.
         """
         return str(self._ask(ActRequest(app, kind))["state"])

@@ -73,7 +73,7 @@ OUTCOMES_MAX = 1_000
 #: The measurements of a task that are told.
 MEASURED = (
     *("source", "confidence", "periods", "share", "utilisation", "peak_bytes", "trough_bytes", "reserved_bytes"),
-    *("packed_with", "remark"),
+    *("packed_with", "remark", "ran_s"),
 )
 #: Daemons whose newest word on themselves is kept.
 HEARD_MAX = 20_000
@@ -359,8 +359,18 @@ class Queries:
             "claims": [_claim(claim) for claim in app.claims],
             "arrived_at": instant(app.arrived_at),
             "ended_at": instant(ended_at) if ended_at is not None else None,
-            "tasks": [_task(task) for task in tasks],
+            "tasks": [_task(task) | {"at_risk_s": self._at_risk_s(task, now)} for task in tasks],
         }
+
+    def _at_risk_s(self, task: model.Task, now: float) -> float:
+        """Return how much of a task's work has to be done again if it is told to leave now; 0: it saves, or is parked.
+
+        In seconds. The newest report on the task tells it, and the time since that report counts, too.
+        """
+        if not task.at_risk or not task.measured.ran_s:
+            return 0.0
+        node = self._arbiter.state.nodes[task.node].state
+        return task.measured.unsaved_s + (max(0.0, now - node.seen_at) if isinstance(node, model.Up) else 0.0)
 
     def _rho(self, app: model.App, now: float) -> float | None:
         """Return finish-time fairness as far as it is known: None while it rests on a guess.
@@ -627,6 +637,7 @@ class Queries:
             "policy": self._arbiter.state.settings.policy,
             "auction": policy.traits.probes,
             "held": list(described["gpus"]),
+            "has_run": any(toll.ran_s for toll in app.tolls.values()) or any(self._ran(app.id)),
             "refusal": app.state.reason if isinstance(app.state, Refused) else "",
             "waiting_for": self._waiting_for(app),
             "binding": self._binding(app, now),
@@ -637,6 +648,10 @@ class Queries:
             "receipts": self._receipts(app.id, now),
         }
         return _answer(sender, query, document)
+
+    def _ran(self, app: AppId) -> Iterator[float]:
+        """Yield for how long each task of an app has had its GPUs, in seconds; 0 if no process of it was started."""
+        return (task.measured.ran_s for task in self._arbiter.state.tasks.values() if task.app == app)
 
     def _receipts(self, app: AppId, now: float) -> list[dict[str, Any]]:
         """Return the receipts of the newest preemptions of an app, oldest first."""

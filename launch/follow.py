@@ -20,10 +20,11 @@ def follow_logs(
     tail: int | None = None,
     out: BinaryIO | None = None,
     pause: Callable[[float], None] = time.sleep,
-) -> None:
+) -> bool:
     """Write the output of `target` to `out` (stdout); with `follow`, until it is over, also if the arbiter is away.
 
     With `tail` that many last lines of what there is come first, in place of all; attempts that follow are whole.
+    Returns whether there was any.
 
     Raises
     ------
@@ -42,3 +43,4 @@ def follow_logs(
         out.write(piece.data)
         out.flush()
         last = piece.data or last
+    return bool(task)

@@ -8,9 +8,13 @@ from datetime import datetime
 from app_agent.streams import OVER
 from launch.surface import Document, duration, number, plural, table
 
+#: A task that has had its GPUs for so long and has told no step is taken for one that tells none, in seconds.
+SILENT_S = 60.0
 EXPLAINED_ROUNDS = 5
 TOLD_CHAPTERS = 12
 TOLD_RECEIPTS = 5
+#: Of the tasks that tell no steps, those that `explain` names.
+TOLD_WITHOUT_STEPS = 3
 #: Of the apps that an app waits for, those that `ps` names.
 WAITS_SHOWN = 2
 APP_COLUMNS = (
@@ -86,12 +90,20 @@ def progress(app: Document) -> str:
 
 
 def steps(tasks: Sequence[Document]) -> str:
-    """Return the progress of the newest attempt of the furthest job: mini-batches done, of all."""
+    """Return the progress of the newest attempt of the furthest job: mini-batches done, of all; ``-``: none told."""
     if not tasks:
         return "-"
     furthest = max(tasks, key=lambda task: (task["step"], task["total_steps"]))
+    if tells_no_steps(furthest):
+        return "-"
     done, total = furthest["step"] + 1, furthest["total_steps"]
     return f"{done}/{total}" if total else str(done)
+
+
+def tells_no_steps(task: Document) -> bool:
+    """Whether a task has run for a while, and its script has told no step."""
+    ran_s = (task.get("measured") or {}).get("ran_s") or 0.0
+    return bool(task["step"] < 0 and task["phase"] in ("starting", "running") and ran_s >= SILENT_S)
 
 
 def timed_by(task: Document) -> str:
@@ -510,7 +522,19 @@ def _tasks(document: Document) -> str:
     lines = [table(headers, [_task_row(task) for task in tasks])]
     if any((task.get("measured") or {}).get("periods") for task in tasks):
         lines.append(BY_SIGNAL)
+    lines += [_without_steps(task) for task in tasks if tells_no_steps(task)][:TOLD_WITHOUT_STEPS]
     return "\n".join(lines)
+
+
+def _without_steps(task: Document) -> str:
+    """Say of a task that its script tells no steps, and what that means for its work."""
+    said = f"{task['task']}: this script tells nothing of its steps"
+    if not task.get("at_risk_s"):
+        return f"{said}; it can be suspended all the same, so nothing is lost where it stays on its GPUs."
+    return (
+        f"{said}, so it can neither save nor be suspended: when it has to leave, the {duration(task['at_risk_s'])} of "
+        "work that it has done are lost. The mend is session.step_end() after each mini-batch."
+    )
 
 
 def _task_row(task: Document) -> tuple[str, ...]:
@@ -536,6 +560,8 @@ def next_step(document: Document) -> str:
             return "submit it again with the change that the refusal names"
         case "failed" if any(str(chapter["what"]).startswith("refused") for chapter in document.get("story") or ()):
             return "submit it again with the change that the refusal names"
+        case "failed" if not document.get("has_run", True):  # no process has started, so there is no output
+            return "submit it again once what the reason names is mended"
         case "failed":
             return f"gpu-arbiter logs {app}"
         case "finished" | "cancelled":

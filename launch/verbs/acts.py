@@ -11,7 +11,7 @@ import typer
 from launch import completion, selection
 from launch.client import Client, open_client
 from launch.faults import Fault
-from launch.surface import answering, emit, note, plural, wants_json
+from launch.surface import answering, duration, emit, note, plural, wants_json
 from protocol import exit_codes
 from protocol.messages import AppActKind
 
@@ -24,8 +24,13 @@ def _ids(complete: completion.Completer) -> typer.models.ArgumentInfo:
 
 
 Yes = Annotated[bool, typer.Option("-y", "--yes", help="do not ask before")]
+Force = Annotated[bool, typer.Option("--force", help="also apps whose work would be lost")]
+#: Less work than that may be lost without `--force`, in seconds: as much as an arbiter takes for nothing.
+NEGLIGIBLE_S = 2.0
 #: The word for what was done.
 PAST: Mapping[AppActKind, str] = {"cancel": "cancelled", "hold": "held", "release": "released", "requeue": "requeued"}
+#: The states of apps with tasks that may have work to lose.
+RUNS = frozenset({"starting", "running"})
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -63,17 +68,19 @@ def hold(
     owner: selection.Owner = None,
     name: selection.Name = None,
     yes: Yes = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
-    """Keep apps in the queue without GPUs until they are released; those that run save and leave.
+    """Keep apps in the queue without GPUs until they are released; those that run leave, if no work is lost by that.
 
     gpu-arbiter hold alice-kqz7
 
-    Held are your own apps; an administrator may hold every app.
+    An app that runs saves and leaves, or is suspended. One that is not known to be able to do either would begin again:
+    it is not held without --force. Held are your own apps; an administrator may hold every app.
     """
     with answering(as_json=wants_json(json)):
         filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
-        _act("hold", apps or [], filters, yes=yes, as_json=wants_json(json))
+        _act("hold", apps or [], filters, yes=yes, force=force, as_json=wants_json(json))
 
 
 def release(
@@ -101,21 +108,27 @@ def requeue(
     owner: selection.Owner = None,
     name: selection.Name = None,
     yes: Yes = False,
+    force: Force = False,
     json: Json = False,
 ) -> None:
-    """Have apps that run save, leave their GPUs and wait behind all others; `all` stands for all of yours that run.
+    """Have apps that run leave their GPUs and wait behind all others; `all` stands for all of yours that run.
 
     gpu-arbiter requeue alice-kqz7
+
+    They save before, or are suspended. An app that is not known to be able to do either would begin again: it is not
+    requeued without --force.
     """
     with answering(as_json=wants_json(json)):
         by_list = not apps or selection.EVERYTHING in apps
         state = "starting,running" if by_list and (apps or tenant or owner or name) else None
         filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
-        _act("requeue", apps or [], filters, yes=yes, as_json=wants_json(json))
+        _act("requeue", apps or [], filters, yes=yes, force=force, as_json=wants_json(json))
 
 
-def _act(kind: AppActKind, ids: Sequence[str], filters: selection.Filters, *, yes: bool, as_json: bool) -> None:
-    """Do an act to the apps that are meant, and tell of each."""
+def _act(
+    kind: AppActKind, ids: Sequence[str], filters: selection.Filters, *, yes: bool, as_json: bool, force: bool = True
+) -> None:
+    """Do an act to the apps that are meant, and tell of each; without `force` not to those whose work it would lose."""
     past = PAST[kind]
     with open_client() as client:
         chosen = selection.own(client, ids, filters)
@@ -123,7 +136,7 @@ def _act(kind: AppActKind, ids: Sequence[str], filters: selection.Filters, *, ye
             note(f"no app that is not over matches; nothing was {past}")
         elif (not ids or selection.EVERYTHING in ids) and not (yes or _confirmed(kind, chosen)):
             raise Fault(f"nothing was {past}", next_step=f"gpu-arbiter {kind} --yes, which does not ask")
-        done = _cancel(client, chosen) if kind == "cancel" else _each(client, kind, chosen, [])
+        done = _cancel(client, chosen) if kind == "cancel" else _each(client, kind, chosen, [], force=force)
         if as_json:
             emit({"schema": f"{past}/v1", "apps": done})
 
@@ -152,8 +165,10 @@ def _cancel(client: Client, apps: Sequence[str]) -> list[str]:
     return _each(client, "cancel", unknown, list(records))
 
 
-def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]) -> list[str]:
+def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str], *, force: bool = True) -> list[str]:
     """Have the arbiter act on each app; return `done` with the ids of these.
+
+    Without `force` an app whose work would be lost is left as it is.
 
     Raises
     ------
@@ -163,6 +178,8 @@ def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]
     faults, untried = list[tuple[str, Fault]](), list[str]()
     for number, app in enumerate(apps, start=1):
         try:
+            if not force:
+                _spare(client, kind, app)
             note(f"{app} is {client.cancel(app) if kind == 'cancel' else client.act(kind, app)}")
             done.append(app)
         except Fault as fault:
@@ -173,6 +190,25 @@ def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]
     if faults:
         raise _undone(faults, untried, {"apps": done})
     return done
+
+
+def _spare(client: Client, kind: AppActKind, app: str) -> None:
+    """Refuse an act that would lose the work of an app: a task of it is not known to save or to be suspended.
+
+    Raises
+    ------
+    Fault
+        With code 4, naming the work that would be lost.
+    """
+    rows = [row for row in client.query("apps", app)["apps"] if row["id"] == app and row["state"] in RUNS]
+    at_risk_s = max((task.get("at_risk_s", 0.0) for row in rows for task in row["tasks"]), default=0.0)
+    if at_risk_s > NEGLIGIBLE_S:
+        raise Fault(
+            f"{app} is not {PAST[kind]}: it is not known to be able to save or to be suspended, so the "
+            f"{duration(at_risk_s)} of work that it has done would be lost",
+            code=exit_codes.REFUSED,
+            next_step=f"gpu-arbiter {kind} --force, if that work may be lost",
+        )
 
 
 def _undone(faults: Sequence[tuple[str, Fault]], untried: Sequence[str], done: Mapping[str, object]) -> Fault:

@@ -13,7 +13,7 @@ from launch.client import open_client
 from launch.faults import usage
 from launch.follow import follow_logs
 from launch.pictures import Picture, show_changes
-from launch.surface import answering, emit, packed, say, wants_json
+from launch.surface import answering, emit, note, packed, say, wants_json
 from protocol import exit_codes
 
 #: Those that GPU time is counted of.
@@ -100,7 +100,13 @@ def logs(
     gpu-arbiter logs -f --tail 20 last
     """
     with answering(as_json=False), open_client() as client:
-        _until_interrupted(lambda: follow_logs(client, client.resolve(target), follow=follow, tail=tail))
+        named = client.resolve(target)
+
+        def show() -> None:
+            if not follow_logs(client, named, follow=follow, tail=tail) and tail != 0:
+                note(f"{named} has no output: its newest attempt has printed nothing, or no process of it was started")
+
+        _until_interrupted(show)
 
 
 def nodes(json: Json = False) -> None:

@@ -18,7 +18,7 @@ from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from protocol.core import Send
-from protocol.messages import Act, ActKind, Answer, AppId, GpuId, Holdings, OwnerId, Party, Preempt, Query
+from protocol.messages import Act, ActKind, Answer, AppId, GpuId, Holdings, Measured, OwnerId, Party, Preempt, Query
 from tests.core.test_decisions import contended
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
@@ -215,3 +215,20 @@ def test_an_app_without_a_gpu_has_nothing_to_requeue() -> None:
     assert answer(act(site, BOB, "requeue", "bob-1")) == ("bob-1 has no GPU, so there is nothing to requeue", 1)
     act(site, ANA, "cancel")
     assert answer(act(site, ANA, "requeue")) == ("ana-1 is over, so it cannot be requeued", 1)
+
+
+def test_the_work_that_an_act_would_throw_away_is_told_of_each_task() -> None:
+    site, gpu = running()
+
+    def at_risk_s(**figures: Any) -> float:
+        site.node("n1", tasks=[task("ana-1", 0, [gpu], **figures)], used=[gpu])
+        site.now += 3.0
+        (told,) = listed(site)["tasks"]
+        return float(told["at_risk_s"])
+
+    measured = Measured(ran_s=60.0, unsaved_s=40.0)
+    assert at_risk_s(measured=measured) == 43.0, "the time since the report counts, too"
+    assert at_risk_s(measured=measured, can_checkpoint=True) == 0.0
+    assert at_risk_s(measured=measured, cooperative=True) == 0.0
+    assert at_risk_s(measured=measured, cooperative=True, helpless=True) == 43.0
+    assert at_risk_s(measured=Measured()) == 0.0, "it has had no GPU yet"

@@ -315,3 +315,39 @@ async def test_cancel_all_without_the_arbiter_ends_what_the_app_agent_knows(sock
         assert result.stderr.startswith("the arbiter is away, so only apps that your app agent knows are meant: ")
         result = await run("cancel", "--name", "*")
         assert result.returncode == exit_codes.UNREACHABLE
+
+
+# --- work that would be lost ----------------------------------------------------------------------------------------
+
+
+def with_work(message: Query | Act) -> dict[str, object] | tuple[str, int] | None:
+    """Say what an arbiter says of bob's app, which runs and can neither save nor be suspended, and of one that can."""
+    match message:
+        case Query(kind="apps"):
+            entries: list[dict[str, object]] = []
+            for app, at_risk_s in (("bob-1", [0.0, 723.0]), ("ada-kqz7", [0.0]), ("ada-new", [1.5])):
+                entries.append(listed((app, "running", "team-a", "big")))
+                entries[-1]["tasks"] = [{"task": f"{app}.0-a0", "at_risk_s": each} for each in at_risk_s]
+            return {"schema": "apps/v1", "apps": entries, "next_offset": None}
+        case Act():
+            return {"schema": "act/v1", "app": message.target, "state": f"{message.kind}ed"}
+        case Query():
+            return {}
+
+
+@pytest.mark.parametrize(("verb", "past"), [("hold", "held"), ("requeue", "requeued")])
+async def test_an_app_whose_work_would_be_lost_is_left_as_it_is_without_force(
+    socket: Path, verb: str, past: str
+) -> None:
+    async with two_apps(socket, with_work):
+        result = await run(verb, "bob-1", "ada-kqz7", "ada-new", "--json")
+        assert result.returncode == exit_codes.REFUSED
+        answer = json.loads(result.stdout)
+        assert (answer["code"], answer["apps"]) == (exit_codes.REFUSED, ["ada-kqz7", "ada-new"])
+        assert answer["error"] == (
+            f"bob-1 is not {past}: it is not known to be able to save or to be suspended, so the 12m03s of work that "
+            "it has done would be lost"
+        )
+        assert answer["next"] == f"gpu-arbiter {verb} --force, if that work may be lost"
+        forced = await run(verb, "bob-1", "--force", "--json")
+        assert (forced.returncode, json.loads(forced.stdout)["apps"]) == (0, ["bob-1"])

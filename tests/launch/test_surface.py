@@ -292,6 +292,20 @@ def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
     assert "gpu-arbiter submit" in views.apps_table({"apps": []})
 
 
+def test_a_task_that_has_told_no_step_for_a_while_is_said_to_tell_none() -> None:
+    silent = task(step=-1, total_steps=0, measured={"ran_s": 365.0}, at_risk_s=366.0)
+    said = (
+        "ada-1.0-a0: this script tells nothing of its steps, so it can neither save nor be suspended: when it has to "
+        "leave, the 6m06s of work that it has done are lost."
+    )
+    assert said in explained(state="running", tasks=[silent])
+    assert views.progress(app(tasks=[silent])) == "-"
+    assert "suspended all the same" in explained(state="running", tasks=[silent | {"at_risk_s": 0.0}])
+    for telling in (task(step=-1, total_steps=0, measured={"ran_s": 9.0}), task(step=0, measured={"ran_s": 99.0})):
+        assert "tells nothing of its steps" not in explained(state="running", tasks=[telling])
+        assert views.progress(app(tasks=[telling])) != "-"
+
+
 def test_ps_names_a_few_of_the_apps_that_one_waits_for_and_counts_the_rest() -> None:
     def last_cell(kind: str, *ids: str) -> str:
         waits = {"kind": kind, "ids": list(ids)}
@@ -390,6 +404,8 @@ def test_gpu_time_says_what_was_lost_and_parked() -> None:
     [
         ({"state": "running", "held": ["g0"]}, "gpu-arbiter logs -f ada-1"),
         ({"state": "failed"}, "gpu-arbiter logs ada-1"),
+        ({"state": "failed", "has_run": True}, "gpu-arbiter logs ada-1"),
+        ({"state": "failed", "has_run": False}, "next: submit it again once what the reason names is mended"),
         ({"state": "refused", "refusal": "too large"}, "submit it again"),
         ({"state": "failed", "story": [{"at": "2026-01-01T00:00:00Z", "what": "refused: x"}]}, "submit it again"),
     ],

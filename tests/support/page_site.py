@@ -38,12 +38,17 @@ from tests.support.patience import PATIENCE_S
 OWNER = OwnerId("alice")
 STALLING = "fifo-that-stalls"
 SETTINGS = ArbiterSettings(policy=STALLING, round_pause_s=0.1, beat_s=0.2, admission_wait_s=1.0, admins=(OWNER,))
-#: A program that ends once there is a file `end` in its folder.
+#: A program that ends once there is a file `end` in its folder; it can save, so it may be held.
 TRAIN = """
-import time
+import sys, time
 from pathlib import Path
+from app_agent import session
 print("trained", flush=True)
-while not Path("end").exists(): time.sleep(0.02)
+session.restore(lambda folder: None)
+while not Path("end").exists():
+    time.sleep(0.02)
+    if session.step_end(save=lambda folder: None): sys.exit(session.EXIT_REQUEUE)
+session.done()
 """
 #: What only a shell understands.
 SHELL = frozenset("|&;<>$`(")

@@ -262,7 +262,7 @@ def test_an_app_that_is_held_leaves_its_gpu_until_it_is_released(cli: Cli) -> No
 
     app = cli("submit", *script("import time; time.sleep(600)")).stdout.strip()
     assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
-    held = cli("hold", app)
+    held = cli("hold", "--force", app)
     assert (held.returncode, held.stderr) == (0, f"{app} is held\n")
     deadline = time.monotonic() + 30
     while state() != "held":
@@ -280,7 +280,7 @@ def test_an_app_that_is_held_leaves_its_gpu_until_it_is_released(cli: Cli) -> No
 def test_an_app_that_is_requeued_leaves_its_gpu_and_starts_again(cli: Cli) -> None:
     app = cli("submit", *script("import time; print('on', flush=True); time.sleep(600)")).stdout.strip()
     assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
-    done = cli("requeue", app, "--json")
+    done = cli("requeue", "--force", app, "--json")
     assert json.loads(done.stdout) == {"schema": "requeued/v1", "apps": [app]}
     deadline = time.monotonic() + 40
     while True:
@@ -290,6 +290,31 @@ def test_an_app_that_is_requeued_leaves_its_gpu_and_starts_again(cli: Cli) -> No
             break
         assert time.monotonic() < deadline, listed
     assert cli("cancel", app).returncode == 0
+
+
+def test_an_app_that_can_neither_save_nor_be_suspended_is_held_with_force_only(cli: Cli) -> None:
+    app = cli("submit", *script("import time; print('on', flush=True); time.sleep(600)")).stdout.strip()
+    assert cli("wait", "--for", "running", "--timeout", "30s", app).returncode == 0
+    time.sleep(3.0)
+    held = cli("hold", app)
+    assert (held.returncode, held.stdout) == (exit_codes.REFUSED, "")
+    assert f"{app} is not held: it is not known to be able to save or to be suspended" in held.stderr
+    assert json.loads(cli("ps", app, "--json").stdout)["apps"][0]["held_by"] == ""
+    assert cli("hold", app, "--force").stderr == f"{app} is held\n"
+    assert cli("cancel", app).returncode == 0
+
+
+def test_an_app_of_which_no_process_was_started_has_no_output_and_says_what_to_mend(cli: Cli) -> None:
+    app = cli("submit", "--retry", "0", "--no-check", "--", "/no/such/program").stdout.strip()
+    assert cli("wait", "--timeout", "30s", app).returncode != 0
+    assert cli("explain", app).stdout.rstrip().endswith("next: submit it again once what the reason names is mended")
+    logs = cli("logs", app)
+    assert (logs.returncode, logs.stdout) == (0, "")
+    assert logs.stderr.startswith(f"{app} has no output: ")
+    silent = cli("submit", "--retry", "0", *script("raise SystemExit(3)")).stdout.strip()
+    assert cli("wait", "--timeout", "30s", silent).returncode == 3
+    assert cli("explain", silent).stdout.rstrip().endswith(f"next: gpu-arbiter logs {silent}")
+    assert cli("logs", "--tail", "0", silent).stderr == ""
 
 
 def test_logs_follow_until_the_app_is_over(cli: Cli) -> None:
@@ -374,7 +399,7 @@ def test_a_shell_completes_ids_with_states_nodes_and_tenants_of_a_site(
         eval "$(_GPU_ARBITER_COMPLETE=source_bash gpu-arbiter)"; COMP_WORDS=(gpu-arbiter release {app[:3]}) COMP_CWORD=2
         _gpu_arbiter_completion gpu-arbiter; echo "${{COMPREPLY[*]}}"
     """
-    cli("hold", app)
+    cli("hold", "--force", app)
     deadline = time.monotonic() + 30
     while app not in asked("release "):
         assert time.monotonic() < deadline, "its app agent's record says that it is held"

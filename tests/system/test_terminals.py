@@ -152,7 +152,7 @@ def test_a_shell_that_had_to_leave_begins_anew_in_the_same_window(window: Screen
     app = begin(window)
     window.type("echo first $((6*7)) $KEPT; KEPT=kept", "Enter")
     window.wait(r"^first 42")
-    assert ask(environment, "requeue", app).returncode == 0
+    assert ask(environment, "requeue", "--force", app).returncode == 0
     window.wait(rf"^{app} had to leave its GPUs: requeued by its owner; it waits to begin anew")
     window.type("echo kept:$KEPT:", "Enter")
     window.wait(r"^kept::$")
