@@ -207,7 +207,7 @@ def _spare(client: Client, kind: AppActKind, app: str) -> None:
             f"{app} is not {PAST[kind]}: it is not known to be able to save or to be suspended, so the "
             f"{duration(at_risk_s)} of work that it has done would be lost",
             code=exit_codes.REFUSED,
-            next_step=f"gpu-arbiter {kind} --force, if that work may be lost",
+            next_step=f"gpu-arbiter {kind} --force {app}, if that work may be lost",
         )
 
 

@@ -348,6 +348,6 @@ async def test_an_app_whose_work_would_be_lost_is_left_as_it_is_without_force(
             f"bob-1 is not {past}: it is not known to be able to save or to be suspended, so the 12m03s of work that "
             "it has done would be lost"
         )
-        assert answer["next"] == f"gpu-arbiter {verb} --force, if that work may be lost"
+        assert answer["next"] == f"gpu-arbiter {verb} --force bob-1, if that work may be lost"
         forced = await run(verb, "bob-1", "--force", "--json")
         assert (forced.returncode, json.loads(forced.stdout)["apps"]) == (0, ["bob-1"])
