@@ -177,27 +177,32 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     note_voice(turn, app)
     if report.seq <= app.report_seq:
         return app
+    before, app = app, _as_reported(turn, app, report)
+    _note_changes(turn, before, app)
+    turn.state.apps[app.id] = app = declarations.note(turn, app)
+    turn.state.counts.steps_lost += max(0, report.steps_lost - before.steps_lost)
+    _leave_unsuited(turn, app)
+    if isinstance(app.state, Dependent):
+        app = _follow_dependencies(turn, app, app.state, report)
+    turn.follow(app)
+    could_gain = _could_gain(turn, before, app)
+    turn.state.news = turn.state.news or (could_gain and app.active)
+    return app
+
+
+def _as_reported(turn: Turn, app: App, report: AppReport) -> App:
+    """Return the app with all that its report says."""
     jobs = tuple(map(_job, report.jobs))
-    requirements = _bounded(report.requirements, turn.state.settings)
-    demand = 0 if app.held_by else report.demand_max
-    wants_more = demand > app.demand_max or app.report_seq < 0
-    bound_to, kind = app.only, (app.requirements.gpu_types, app.requirements.min_memory_bytes)
-    if (jobs, requirements, demand, report.gang) != (app.jobs, app.requirements, app.demand_max, app.gang):
-        turn.nodes |= {turn.state.gpus[gpu].node for job in jobs for gpu in job.gpus if gpu in turn.state.gpus}
-        turn.apps.add(app.id)
-    if requirements.priority != app.requirements.priority:
-        turn.index.touch_all(app.id)
-    lost = max(0, report.steps_lost - app.steps_lost)
-    app = replace(
+    return replace(
         app,
         report_seq=report.seq,
         owed=_owed(turn, app, report, jobs),
         gang=report.gang,
-        demand_max=demand,
+        demand_max=0 if app.held_by else report.demand_max,
         demand_wished=report.demand_max if app.held_by else 0,
         level_max=report.level_max,
         jobs=jobs,
-        requirements=requirements,
+        requirements=_bounded(report.requirements, turn.state.settings),
         ideal_s=report.ideal_s,
         basis=report.basis,
         start_s=report.start_s,
@@ -217,17 +222,26 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
         array_over=min(report.array_over, report.array),
         standing=report.standing,
     )
-    turn.state.apps[app.id] = app = declarations.note(turn, app)
-    turn.state.counts.steps_lost += lost
-    _leave_unsuited(turn, app)
-    if isinstance(app.state, Dependent):
-        app = _follow_dependencies(turn, app, app.state, report)
-    turn.follow(app)
-    waits = demand > len(turn.index.gpus[app.id])
-    elsewhere = waits and bound_to is not None and (app.only is None or not set(app.only) <= set(bound_to))
-    elsewhere = elsewhere or kind != (requirements.gpu_types, requirements.min_memory_bytes)
-    turn.state.news = turn.state.news or ((wants_more or elsewhere) and app.active)
-    return app
+
+
+def _note_changes(turn: Turn, before: App, app: App) -> None:
+    """Note for whom there is something to say after a report, and which GPUs are shown otherwise."""
+    wish = (app.jobs, app.requirements, app.demand_max, app.gang)
+    if wish != (before.jobs, before.requirements, before.demand_max, before.gang):
+        turn.nodes |= {turn.state.gpus[gpu].node for job in app.jobs for gpu in job.gpus if gpu in turn.state.gpus}
+        turn.apps.add(app.id)
+    if app.requirements.priority != before.requirements.priority:
+        turn.index.touch_all(app.id)
+
+
+def _could_gain(turn: Turn, before: App, app: App) -> bool:
+    """Whether a round could give an app GPUs that it could not have had `before` its report."""
+    wants_more = app.demand_max > before.demand_max or before.report_seq < 0
+    waits = app.demand_max > len(turn.index.gpus[app.id])
+    elsewhere = before.only is not None and (app.only is None or not set(app.only) <= set(before.only))
+    was, now = before.requirements, app.requirements
+    of_another_kind = (was.gpu_types, was.min_memory_bytes) != (now.gpu_types, now.min_memory_bytes)
+    return wants_more or (waits and elsewhere) or of_another_kind
 
 
 def _owed(turn: Turn, app: App, report: AppReport, jobs: Sequence[Job]) -> int:
