@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,8 +12,7 @@ from launch.client import open_client
 from launch.faults import usage
 from launch.follow import follow_logs
 from launch.pictures import Picture, show_changes
-from launch.surface import answering, emit, packed, say, wants_json
-from protocol import exit_codes
+from launch.surface import answering, emit, packed, say, until_interrupted, wants_json
 
 #: Those that GPU time is counted of.
 SHARERS = ("tenant", "owner")
@@ -62,19 +60,11 @@ def ps(
 
         picture = look()
         if watch and not unknown:
-            _until_interrupted(lambda: show_changes(look))
+            until_interrupted(lambda: show_changes(look))
         if not (unknown and as_json):  # the error's document is the answer then
             say(picture.text)
         if unknown:
             raise selection.not_found(unknown)
-
-
-def _until_interrupted(act: Callable[[], None]) -> None:
-    """Do something until it is done; Ctrl-C is a usual end of it, and ends the command."""
-    try:
-        act()
-    except KeyboardInterrupt:
-        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def explain(app: Selector, json: Json = False) -> None:
@@ -100,7 +90,7 @@ def logs(
     gpu-arbiter logs -f --tail 20 last
     """
     with answering(as_json=False), open_client() as client:
-        _until_interrupted(lambda: follow_logs(client, client.resolve(target), follow=follow, tail=tail))
+        until_interrupted(lambda: follow_logs(client, client.resolve(target), follow=follow, tail=tail))
 
 
 def nodes(json: Json = False) -> None:
