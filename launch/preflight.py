@@ -143,23 +143,39 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     never = gpu_kinds.misfit(spec.requirements, spec.gang, fit) if fit is not None else None
     if never is not None:
         raise Fault(never[0], code=exit_codes.REFUSED, next_step=never[1])
-    notes = []
+    return [
+        *_notes_on_sharing(spec, capacity),
+        *_notes_on_service(spec, usable, fit),
+        *_notes_on_host(spec, capacity),
+    ]
+
+
+def _notes_on_sharing(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     sharing = capacity.get("sharing", "exclusive")
     if spec.spans and spec.gang > 1 and sharing != "exclusive":
         own = "but not for a job that may lie on several nodes: it waits for GPUs of its own"
-        notes.append(f"sharing is {sharing} here, {own}")
+        return [f"sharing is {sharing} here, {own}"]
+    return []
+
+
+def _notes_on_service(spec: AppSpec, usable: int, fit: gpu_kinds.Fit | None) -> list[str]:
+    """Return a note, if too few GPUs for a gang are in service now; `usable` counts those of every kind."""
     if fit is not None and spec.gang > fit.in_service:
         wanted = gpu_kinds.counted(spec.requirements, spec.gang)
-        notes.append(
-            f"{wanted} are not in service now; the app waits until they are"
-            if spec.spans
-            else f"no node has {wanted} in service now; the app waits until one has"
-        )
-    elif spec.spans and spec.gang > usable:
-        notes.append(f"{usable} GPUs are in service now; the app waits until {spec.gang} are")
-    elif spec.gang > usable:
-        has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
-        notes.append(f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has")
+        if spec.spans:
+            return [f"{wanted} are not in service now; the app waits until they are"]
+        return [f"no node has {wanted} in service now; the app waits until one has"]
+    if spec.gang <= usable:
+        return []
+    if spec.spans:
+        return [f"{usable} GPUs are in service now; the app waits until {spec.gang} are"]
+    has = f"the largest has {usable} of its GPUs in service" if usable else "no GPU is in service"
+    return [f"no node has {plural(spec.gang, 'GPU')} in service now ({has}); the app waits until one has"]
+
+
+def _notes_on_host(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
+    """Return a note for each resource of a host of which no node has as much as is asked for."""
+    notes = []
     for asked, most, resource in (
         (spec.requirements.cpus, capacity["cpus_max"], "CPU cores"),
         (spec.requirements.host_bytes / 2**30, capacity["host_bytes_max"] / 2**30, "GiB of host memory"),

@@ -338,14 +338,9 @@ def batch(
     memory = _memory(values, gpus, cpus)
     name = values.get("job-name") or Path(script.path).name
     submit: dict[str, Any] = {"name": name[:128], "gpus": str(gpus), "retry": 0}
-    submit |= {"tenant": _tenant(values["account"])} if "account" in values else {}
     submit |= {"cpus": cpus} if cpus is not None else {}
     submit |= {"memory": memory} if memory else {}
-    submit |= {"gpu_type": gpu_type} if (gpu_type := _gpu_type(values)) else {}
-    submit |= {"priority": -_nice(values["nice"])} if "nice" in values else {}
-    submit |= {"time_limit": limit} if (limit := _time(values.get("time", "0"))) else {}
-    submit |= {"grace": _grace(values["signal"], notes)} if "signal" in values else {}
-    submit |= {"after": after} if (after := _after(values.get("dependency", ""))) else {}
+    submit |= _wishes(values, notes)
     indices, step = _array(values.get("array", ""))
     submit |= {"array": values["array"]} if indices else {}
     submit |= {"env": env} if (env := _env(values.get("export"), script, environ, notes)) else {}
@@ -361,11 +356,7 @@ def batch(
         stderr=_file(values, "error"),
         append=_open_mode(values),
     )
-    if not slurm_shell.travels(script):
-        why = _why_not_along(script)
-        if not script.has_file:
-            raise usage(f"the script has no file, and {why}", "write it into a file, and give its name")
-        notes.append(f"{script.path} is read when the job starts, as {why}; leave it as it is until then")
+    _check_text(script, notes)
     return Batch(
         submit=submit,
         command=slurm_shell.command(script, arguments, around),
@@ -378,6 +369,26 @@ def batch(
         test_only="test-only" in values,
         explain="explain" in values,
     )
+
+
+def _wishes(values: Values, notes: list[str]) -> dict[str, Any]:
+    """Return what a job asks for beside its GPUs, CPU cores and memory, as flags of `submit`."""
+    wishes: dict[str, Any] = {"tenant": _tenant(values["account"])} if "account" in values else {}
+    wishes |= {"gpu_type": gpu_type} if (gpu_type := _gpu_type(values)) else {}
+    wishes |= {"priority": -_nice(values["nice"])} if "nice" in values else {}
+    wishes |= {"time_limit": limit} if (limit := _time(values.get("time", "0"))) else {}
+    wishes |= {"grace": _grace(values["signal"], notes)} if "signal" in values else {}
+    wishes |= {"after": after} if (after := _after(values.get("dependency", ""))) else {}
+    return wishes
+
+
+def _check_text(script: Script, notes: list[str]) -> None:
+    """Note it if a script is read only when its job starts, and refuse such a script if it has no file."""
+    if not slurm_shell.travels(script):
+        why = _why_not_along(script)
+        if not script.has_file:
+            raise usage(f"the script has no file, and {why}", "write it into a file, and give its name")
+        notes.append(f"{script.path} is read when the job starts, as {why}; leave it as it is until then")
 
 
 def _why_not_along(script: Script) -> str:

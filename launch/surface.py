@@ -10,11 +10,12 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from launch.faults import Fault
+from protocol import exit_codes
 
 Document = Mapping[str, Any]
 
@@ -63,6 +64,14 @@ def answering(*, as_json: bool) -> Iterator[None]:
     except Fault as fault:
         report(fault, as_json=as_json)
         raise SystemExit(fault.code) from None
+
+
+def until_interrupted(act: Callable[[], None]) -> None:
+    """Do something until it is done; Ctrl-C is a usual end of it, and ends the command."""
+    try:
+        act()
+    except KeyboardInterrupt:
+        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -69,7 +69,7 @@ def check_terminal() -> None:
         raise usage("a terminal is wanted, and input or output of this command is none", "leave --pty out in scripts")
 
 
-def stay(path: Path, app: str) -> int:  # noqa: C901 - one way in, and each way out
+def stay(path: Path, app: str) -> int:
     """Visit the terminal of an app until it is over or the person leaves; return the exit code for that.
 
     A visitor who was there before waits for what is away for a while: the node agent, the app agent at `path`, the way.
@@ -103,30 +103,42 @@ def stay(path: Path, app: str) -> int:  # noqa: C901 - one way in, and each way 
             was_there = True
             if parting.how != "lost" or time.monotonic() > began + AGAIN_S:  # else it may be refused without a word
                 since = 0.0
-            match parting.how:
-                case "left":
-                    return _tell_left(app)
-                case "taken":
-                    note(f"another command of yours has the terminal of {app} now")
-                    return exit_codes.DONE
-                case "lost":
-                    if since and time.monotonic() > since + LOST_S:
-                        raise Fault(f"the terminal of {app} hangs up at once", code=exit_codes.UNREACHABLE)
-                    note(f"the connection to {app} was lost; trying again (Ctrl-C ends this, and {app} goes on)")
-                    time.sleep(AGAIN_S)
-                case "refused":
-                    raise Fault(f"the terminal of {app} cannot be shown: {parting.why}", code=exit_codes.UNREACHABLE)
-                case "ended":
-                    with open_client(path) as client:
-                        record = _after_end(client, app)
-                    if record.over:
-                        return _tell_end(record, was_there=True)
-                    why = record.reason or "see gpu-arbiter explain"
-                    note(f"{app} had to leave its GPUs: {why}; it waits to begin anew")
+            code = _close_visit(path, app, parting, since)
+            if code is not None:
+                return code
     except KeyboardInterrupt:
         if not was_there:
             raise
         return _tell_left(app)
+
+
+def _close_visit(path: Path, app: str, parting: Parting, since: float) -> int | None:
+    """Say how a visit ended; return the exit code, or None if the visitor is to come back.
+
+    `since` is when the first of the connections broke that did so at once; 0, if the last one did not.
+    """
+    match parting.how:
+        case "left":
+            return _tell_left(app)
+        case "taken":
+            note(f"another command of yours has the terminal of {app} now")
+            return exit_codes.DONE
+        case "lost":
+            if since and time.monotonic() > since + LOST_S:
+                raise Fault(f"the terminal of {app} hangs up at once", code=exit_codes.UNREACHABLE)
+            note(f"the connection to {app} was lost; trying again (Ctrl-C ends this, and {app} goes on)")
+            time.sleep(AGAIN_S)
+            return None
+        case "refused":
+            raise Fault(f"the terminal of {app} cannot be shown: {parting.why}", code=exit_codes.UNREACHABLE)
+        case "ended":
+            with open_client(path) as client:
+                record = _after_end(client, app)
+            if record.over:
+                return _tell_end(record, was_there=True)
+            why = record.reason or "see gpu-arbiter explain"
+            note(f"{app} had to leave its GPUs: {why}; it waits to begin anew")
+            return None
 
 
 def _tell_left(app: str) -> int:

@@ -158,11 +158,7 @@ async def _run(
         await workers.adopt()
         if facts.driver:
             await performer.find_checkpointed()
-        working = (
-            *map(tasks.create_task, (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())),
-            *map(tasks.create_task, (workers.watch_mps(), workers.watch_terminals())),
-            lifting,
-        )
+        working = (*_start_work(tasks, sampler, watch, storage, workers), lifting)
         log.info("node.ready", node=config.node, gpus=len(backend.devices()), incarnation=memory.kept.incarnation)
         if on_ready is not None:
             on_ready()
@@ -175,6 +171,14 @@ async def _run(
                 await workers.end()
             await workers.leave_mps()
             workers.close()
+
+
+def _start_work(
+    tasks: asyncio.TaskGroup, sampler: Sampler, watch: ActivityWatch, storage: Storage, workers: Workers
+) -> Iterator[asyncio.Task[None]]:
+    """Start all that goes on beside the core until the node agent ends."""
+    works = (sampler.run(), watch.run(), storage.watch(), workers.bound_logs())
+    yield from map(tasks.create_task, (*works, workers.watch_mps(), workers.watch_terminals()))
 
 
 def _core(config: NodeConfig, memory: _Memory, facts: NodeFacts) -> NodeAgent:

@@ -96,9 +96,7 @@ def release(
     gpu-arbiter release alice-kqz7
     """
     with answering(as_json=wants_json(json)):
-        by_list = not apps or selection.EVERYTHING in apps
-        state = "held" if by_list and (apps or tenant or owner or name) else None
-        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        filters = _filters(apps, "held", tenant, owner, name)
         _act("release", apps or [], filters, yes=yes, as_json=wants_json(json))
 
 
@@ -119,10 +117,17 @@ def requeue(
     requeued without --force.
     """
     with answering(as_json=wants_json(json)):
-        by_list = not apps or selection.EVERYTHING in apps
-        state = "starting,running" if by_list and (apps or tenant or owner or name) else None
-        filters = selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
+        filters = _filters(apps, "starting,running", tenant, owner, name)
         _act("requeue", apps or [], filters, yes=yes, force=force, as_json=wants_json(json))
+
+
+def _filters(
+    apps: list[str] | None, states: str, tenant: str | None, owner: str | None, name: str | None
+) -> selection.Filters:
+    """Return the filters of an act that is for apps in certain states only, unless apps are named one by one."""
+    by_list = not apps or selection.EVERYTHING in apps
+    state = states if by_list and (apps or tenant or owner or name) else None
+    return selection.Filters.of(state=state, tenant=tenant, owner=owner, name=name)
 
 
 def _act(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import typer
@@ -141,13 +140,15 @@ def _confirm(folders: Sequence[Folder]) -> None:
 def _document(
     folders: Sequence[Folder], left: Sequence[Left], failures: Mapping[str, str], *, dry_run: bool
 ) -> dict[str, Any]:
+    from protocol.clock import instant
+
     gone = [
         {
             "path": each.path,
             "what": each.what,
             "app": each.app.app,
             "state": each.app.state,
-            "ended_at": _instant(each.app.ended_at or 0.0),
+            "ended_at": instant(each.app.ended_at or 0.0),
             "bytes": each.bytes,
             "files": each.files,
             "removed": not dry_run and each.path not in failures,
@@ -157,7 +158,3 @@ def _document(
     ]
     stays = [{"path": each.path, "app": each.app or None, "reason": each.reason} for each in left]
     return {"dry_run": dry_run, "bytes": sum(each.bytes for each in folders), "folders": gone, "left": stays}
-
-
-def _instant(at: float) -> str:
-    return datetime.fromtimestamp(at, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")

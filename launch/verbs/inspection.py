@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from typing import Annotated
 
 import typer
@@ -13,8 +12,7 @@ from launch.client import open_client
 from launch.faults import usage
 from launch.follow import follow_logs
 from launch.pictures import Picture, show_changes
-from launch.surface import answering, emit, note, packed, say, wants_json
-from protocol import exit_codes
+from launch.surface import answering, emit, note, packed, say, until_interrupted, wants_json
 
 #: Those that GPU time is counted of.
 SHARERS = ("tenant", "owner")
@@ -62,19 +60,11 @@ def ps(
 
         picture = look()
         if watch and not unknown:
-            _until_interrupted(lambda: show_changes(look))
+            until_interrupted(lambda: show_changes(look))
         if not (unknown and as_json):  # the error's document is the answer then
             say(picture.text)
         if unknown:
             raise selection.not_found(unknown)
-
-
-def _until_interrupted(act: Callable[[], None]) -> None:
-    """Do something until it is done; Ctrl-C is a usual end of it, and ends the command."""
-    try:
-        act()
-    except KeyboardInterrupt:
-        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def explain(app: Selector, json: Json = False) -> None:
@@ -106,7 +96,7 @@ def logs(
             if not follow_logs(client, named, follow=follow, tail=tail) and tail != 0:
                 note(f"{named} has no output: its newest attempt has printed nothing, or no process of it was started")
 
-        _until_interrupted(show)
+        until_interrupted(show)
 
 
 def nodes(json: Json = False) -> None:

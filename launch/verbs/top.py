@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -16,8 +15,7 @@ from launch import keys, overview, spec
 from launch.client import open_client
 from launch.faults import Fault, journal_place, usage
 from launch.pictures import Picture, cut_to_terminal, show_changes
-from launch.surface import answering, emit, say, wants_json
-from protocol import exit_codes
+from launch.surface import answering, emit, say, until_interrupted, wants_json
 
 if TYPE_CHECKING:
     from arbiter.past import Past
@@ -67,19 +65,12 @@ def top(
             elif not sys.stdout.isatty():
                 say(overview.screen(look(time.time())))
             else:
-                _interruptible(lambda: show_changes(lambda: _picture(look(time.time()))))
+                until_interrupted(lambda: show_changes(lambda: _picture(look(time.time()))))
 
 
 def _picture(document: dict[str, Any]) -> Picture:
     text = overview.screen(document)
     return Picture(text, text)
-
-
-def _interruptible(act: Callable[[], None]) -> None:
-    try:
-        act()
-    except KeyboardInterrupt:
-        raise SystemExit(exit_codes.INTERRUPTED) from None
 
 
 def _show_past(journal: Path | str, at: str | None, *, as_json: bool) -> None:
@@ -94,7 +85,7 @@ def _show_past(journal: Path | str, at: str | None, *, as_json: bool) -> None:
             elif not (sys.stdout.isatty() and sys.stdin.isatty()):
                 say(_screen(past, moment))
             else:
-                _interruptible(lambda: _walk(past, moment))
+                until_interrupted(lambda: _walk(past, moment))
     except JournalError as error:
         raise Fault(str(error)) from None
 

@@ -206,17 +206,8 @@ def draw(seed: int, *, policy: str = "") -> Options:
         traits=tuple((node.id, _traits(dice)) for node in cluster.nodes),
         snapshot_every=dice.choice((10, 100, 1000)),
     )
-    options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
-    helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
-    options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
-    arrays = Random(f"arrays {seed}")  # noqa: S311 - likewise
-    options = replace(options, apps=tuple(_maybe_array(arrays, app) for app in options.apps))
-    options = _maybe_driven(Random(f"drivers {seed}"), options)  # noqa: S311 - likewise
-    options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
-    overlaps = Random(f"mps {seed}")  # noqa: S311 - likewise
-    options = _maybe_overlapping(overlaps, options)
-    if seed % 4 == 1:  # a large site, by its rule for restatements: each beat restates a third to a fifth of it
-        options = replace(options, settings=replace(options.settings, beat_s=1.0, restatements_per_s=0.25))
+    overlaps = Random(f"mps {seed}")  # noqa: S311 - repeatable, not secret
+    options = _with_later_draws(seed, options, overlaps)
     takeovers = _takeovers(seed, options)
     losses = _losses(seed, options)
     options = replace(options, standby=bool(takeovers), site=f"s-{seed}" if losses else "")
@@ -233,6 +224,21 @@ def draw(seed: int, *, policy: str = "") -> Options:
         options = replace(options, settings=replace(options.settings, policy=policy))
         faults = [replace(fault, policy=policy) if fault.policy else fault for fault in faults]
     return replace(options, faults=tuple(faults), clocks=tuple(_clocks(dice, options)))
+
+
+def _with_later_draws(seed: int, options: Options, overlaps: Random) -> Options:
+    """Return a world with what has dice of its own, so that all other draws stay as they are."""
+    options = _shared(Random(f"sharing {seed}"), options)  # noqa: S311 - repeatable, not secret
+    helpless = Random(f"helpless {seed}")  # noqa: S311 - likewise
+    options = replace(options, apps=tuple(_maybe_helpless(helpless, app) for app in options.apps))
+    arrays = Random(f"arrays {seed}")  # noqa: S311 - likewise
+    options = replace(options, apps=tuple(_maybe_array(arrays, app) for app in options.apps))
+    options = _maybe_driven(Random(f"drivers {seed}"), options)  # noqa: S311 - likewise
+    options = _of_kinds(Random(f"kinds {seed}"), options)  # noqa: S311 - likewise
+    options = _maybe_overlapping(overlaps, options)
+    if seed % 4 == 1:  # a large site, by its rule for restatements: each beat restates a third to a fifth of it
+        options = replace(options, settings=replace(options.settings, beat_s=1.0, restatements_per_s=0.25))
+    return options
 
 
 # --- the site -------------------------------------------------------------------------------------------------------

@@ -121,6 +121,7 @@ def test_leases_that_end_are_renewed_when_the_policy_fails() -> None:
     assert site.held("ana-1") == [gpu]
 
 
+@with_auction
 @pytest.mark.usefixtures("broken")
 def test_a_policy_that_cannot_say_who_bids_decides_without_bids() -> None:
     site = Site(replace(SETTINGS, policy="no-bidders"))

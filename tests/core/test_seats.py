@@ -186,6 +186,7 @@ def test_a_gang_larger_than_a_node_is_refused_whatever_its_seats() -> None:
 # --- guests ---------------------------------------------------------------------------------------------------------
 
 
+@with_auction
 @pytest.mark.parametrize("policy", sorted(set(POLICIES) - {"gandiva"}))
 def test_under_any_policy_who_finds_no_gpu_shares_one(policy: str) -> None:
     shop = Shop(replace(SHARED, policy=policy))

@@ -71,6 +71,34 @@ def test_a_name_that_is_not_in_the_code_would_be_found() -> None:
     assert list(unknown(text)) == ["no_such_setting", "--no-such-flag", "nosuchpage.py"]
 
 
+# --- the picture of the rooms ---------------------------------------------------------------------------------------
+
+#: The rooms whose modules the picture of the architecture lists one by one.
+LISTED = (
+    *("protocol", "protocol/bus", "protocol/journal", "valuation", "arbiter", "arbiter/core", "arbiter/core/state"),
+    *("arbiter/core/members", "arbiter/core/leases", "arbiter/core/rounds", "arbiter/core/layers"),
+    *(
+        "arbiter/core/placement",
+        "node_agent",
+        "node_agent/core",
+        "node_agent/devices",
+        "node_agent/workers",
+        "app_agent",
+    ),
+    *("app_agent/core", "app_agent/training", "simulator", "simulator/faults", "simulator/figures", "launch"),
+    "launch/web",
+)
+
+
+@pytest.mark.parametrize("room", LISTED)
+def test_each_module_of_a_listed_room_is_in_the_picture(room: str) -> None:
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    picture = page[page.index("\nprotocol/    the shared language") : page.index("\nNothing in a core may import")]
+    modules = {Path(file).stem for file in FILES if re.fullmatch(rf"{room}/[a-z]\w*\.py", file)}
+    assert modules, "there is no such room"
+    assert sorted(modules - set(re.findall(r"\w+", picture))) == [], "docs/architecture.md: give each a few words"
+
+
 # --- defaults -------------------------------------------------------------------------------------------------------
 
 TABLES = [ArbiterSettings(), NodeConfig(node="n1", gpus="nvml")]

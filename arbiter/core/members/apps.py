@@ -238,8 +238,9 @@ def _could_gain(turn: Turn, before: App, app: App) -> bool:
     wants_more = app.demand_max > before.demand_max or before.report_seq < 0
     waits = app.demand_max > len(turn.index.gpus[app.id])
     elsewhere = before.only is not None and (app.only is None or not set(app.only) <= set(before.only))
-    kinds = [(each.requirements.gpu_types, each.requirements.min_memory_bytes) for each in (before, app)]
-    return wants_more or (waits and elsewhere) or kinds[0] != kinds[1]
+    was, now = before.requirements, app.requirements
+    of_another_kind = (was.gpu_types, was.min_memory_bytes) != (now.gpu_types, now.min_memory_bytes)
+    return wants_more or (waits and elsewhere) or of_another_kind
 
 
 def _owed(turn: Turn, app: App, report: AppReport, jobs: Sequence[Job]) -> int:

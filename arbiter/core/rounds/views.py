@@ -236,9 +236,6 @@ def _look_at(
     turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
 ) -> AppView:
     held = leases.held(turn, app.id)
-    apart = (*renewable, *guest_at)
-    useful = promised[: max(0, app.demand_able - len(held))]  # a GPU of no use must not stand for one that it runs on
-    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
     only = seats.only(turn, app, guest_at)
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
     had = account.allocated
@@ -250,7 +247,7 @@ def _look_at(
         level_max=app.level_max,
         arrived_at=app.arrived_at,
         rho=None,
-        kept=tuple(sorted(kept, key=lambda gpu: gpu.gpu)),
+        kept=_kept(turn, app, held, frozenset((*renewable, *guest_at)), promised),
         renewable=renewable,
         only=only,
         by_kind=only is not None and seats.bound_to(turn, app, guest_at) is None,
@@ -281,6 +278,15 @@ def _look_at(
         fair_group=account.key if account.demand else "",
         fair_offset_gpu_s=account.fair_within,
     )
+
+
+def _kept(
+    turn: Turn, app: model.App, held: Sequence[Gpu], apart: frozenset[GpuId], promised: Sequence[Gpu]
+) -> tuple[GpuView, ...]:
+    """Return the GPUs that an app keeps in any case: those that it holds but `apart`, and those promised to it."""
+    useful = promised[: max(0, app.demand_able - len(held))]  # a GPU of no use must not stand for one that it runs on
+    kept = [turn.index.show(gpu) for gpu in (*(gpu for gpu in held if gpu.id not in apart), *useful)]
+    return tuple(sorted(kept, key=lambda gpu: gpu.gpu))
 
 
 def _within_kind(turn: Turn, app: model.App, demand: int, held: Sequence[Gpu]) -> int:

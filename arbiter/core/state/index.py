@@ -111,17 +111,20 @@ class Index:
         self._free_views: dict[GpuId, GpuView] = {}  #: the free ones of them
         self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
+        self._bind_all(state)
+        self._uncounted.update(self.seats)
+        #: The GPUs that may have come into service, or gone out of it, since their time was last booked.
+        self.recounted: set[GpuId] = set()
+        #: The GPUs in service, of which time is booked.
+        self.booked = {device for device in self.seats if model.in_service(state, state.gpus[device])}
+
+    def _bind_all(self, state: State) -> None:
         for gpu in state.gpus.values():
             self.bind(gpu)
         for app in state.apps.values():
             self.bind_app(app)
         for task in state.tasks.values():
             self.bind_task(task)
-        self._uncounted.update(self.seats)
-        #: The GPUs that may have come into service, or gone out of it, since their time was last booked.
-        self.recounted: set[GpuId] = set()
-        #: The GPUs in service, of which time is booked.
-        self.booked = {device for device in self.seats if model.in_service(state, state.gpus[device])}
 
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""

@@ -22,6 +22,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import TypeVar
 
+from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Selection
 from arbiter.core.seam import AppView, TenantView, View
 from protocol.messages import AppId, TenantId
@@ -125,6 +126,11 @@ def quota_of(view: View, tenant: TenantId) -> int:
     """Return the whole GPUs of a tenant's quota; without a history of tenants all there are."""
     told = view.tenants.get(tenant)
     return view.cluster_gpus if told is None else int(told.quota_gpus + SLACK)
+
+
+def quota_figures(view: View) -> Callable[[AppView], str]:
+    """Return what says the quota of an app's tenant."""
+    return lambda app: f"quota of {gpus(quota_of(view, app.tenant))}"
 
 
 def kept_of(view: View) -> Counter[TenantId]:

@@ -9,12 +9,12 @@ dominant resource is GPUs.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from heapq import heapify, heappop, heappush
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
+from arbiter.core.policies.common.tenant_order import kept_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
 
@@ -27,7 +27,7 @@ class Drf(Ranked):
 
     def order(self, view: View) -> Sequence[AppView]:
         """Return the apps, those of the tenants with the least share first, by what is not in play."""
-        kept = _kept(view)
+        kept = kept_of(view)
         return sorted(view.apps, key=lambda app: (kept[app.tenant], len(app.kept)))
 
     def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
@@ -38,7 +38,7 @@ class Drf(Ranked):
                 queues.setdefault(app.tenant, []).append((len(app.kept), arrival))
         for queue in queues.values():
             heapify(queue)
-        kept = _kept(view)
+        kept = kept_of(view)
         tenants = [(kept[tenant], *queue[0], tenant) for tenant, queue in queues.items()]
         heapify(tenants)
         while tenants and selection.left > 0:
@@ -55,14 +55,5 @@ class Drf(Ranked):
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the shares before the round."""
-        kept = _kept(view)
+        kept = kept_of(view)
         return lambda app: f"{kept[app.tenant]} and {len(app.kept)} of {gpus(view.cluster_gpus)} before this round"
-
-
-def _kept(view: View) -> Counter[TenantId]:
-    """Return how many GPUs each tenant keeps whatever the round decides."""
-    kept: Counter[TenantId] = Counter(view.unseen)
-    for app in view.apps:
-        if app.kept:
-            kept[app.tenant] += len(app.kept)
-    return kept

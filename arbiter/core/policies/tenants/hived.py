@@ -13,9 +13,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
-from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import in_order, quota_of
+from arbiter.core.policies.common.tenant_order import in_order, quota_figures, quota_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import AppId, TenantId
 
@@ -46,7 +45,7 @@ class Hived(Ranked):
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the quota."""
-        return lambda app: f"quota of {gpus(quota_of(view, app.tenant))}"
+        return quota_figures(view)
 
 
 def within_quotas(view: View) -> dict[AppId, int]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import kept_of, quota_of
+from arbiter.core.policies.common.tenant_order import kept_of, quota_figures, quota_of
 from arbiter.core.seam import AppView, Traits, View
 from protocol.messages import TenantId
 
@@ -59,7 +59,7 @@ class YarnCs(Ranked):
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the quota."""
-        return lambda app: f"quota of {gpus(quota_of(view, app.tenant))}"
+        return quota_figures(view)
 
 
 def _beyond(view: View, app: AppView, used: int) -> str:
