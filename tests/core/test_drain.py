@@ -147,9 +147,20 @@ def test_a_task_that_cannot_save_keeps_its_gpus_beyond_its_lease_until_it_ends()
         assert orders(site) == {"ana-1.0-a0": ("run", "auto")}
     report(site, task("ana-1", 0, [gpu], "exited", step=100, outcome="finished"))
     assert isinstance(site.gpu_state(gpu), Draining), "no other job of it may start there"
+    assert site.arbiter.state.apps[AppId("ana-1")].tally.preemptions == 0, "it has ended by itself"
+    assert not any("lost" in line for line in site.told("ana-1"))
     report(site)
     assert isinstance(site.gpu_state(gpu), Free)
     assert nodes_document(site)["n1"]["drain"]["state"] == "drained"
+
+
+def test_an_app_that_wants_its_gpu_for_another_job_is_preempted_where_its_task_finished_in_a_drain() -> None:
+    site, gpu = a_site_at_work()
+    drain(site)
+    site.app("ana-1", gang=1, demand=2, jobs=[wish("ana-1", 0, [gpu]), wish("ana-1", 1, [])])
+    report(site, task("ana-1", 0, [gpu], "exited", step=100, outcome="finished"))
+    assert f"lost {gpu} on n1: {WHY}" in site.told("ana-1")
+    assert site.arbiter.state.apps[AppId("ana-1")].tally.preemptions == 1
 
 
 def test_a_task_that_shows_late_that_it_can_save_leaves_then() -> None:

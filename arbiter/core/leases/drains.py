@@ -87,8 +87,28 @@ def _end_leases(turn: Turn, node: NodeId, drain: Drain) -> None:
         gpu = turn.state.gpus[gpu_id]
         if isinstance(gpu.state, Leased) and (gpu.state.lease.app, gpu_id) in staying:
             _extend(turn, gpu, gpu.state)
+        elif isinstance(gpu.state, Leased) and gpu_id in _left_for_good(turn, gpu.state.lease.app):
+            leases.revoke(turn, gpu, "its task has finished")
+            turn.state.news = True
         else:
             leases.withdraw(turn, gpu, drain.sentence(node), preempted="drain")
+
+
+def _left_for_good(turn: Turn, app_id: AppId) -> frozenset[GpuId]:
+    """Return the GPUs of tasks that have finished, if their app wants no more than these: it is not preempted there.
+
+    Its app agent has not said yet that the app is over.
+    """
+    app = turn.state.apps[app_id]
+    attempts = {(job.id, job.attempt) for job in app.jobs}
+    tasks = (turn.state.tasks[task] for task in turn.index.tasks.get(app_id, ()))
+    gpus = [
+        gpu
+        for task in tasks
+        if task.outcome == "finished" and (task.job, task.attempt) in attempts
+        for gpu in task.gpus
+    ]
+    return frozenset(gpus) if len(gpus) >= app.demand_max else frozenset()
 
 
 def _extend(turn: Turn, gpu: Gpu, held: Leased) -> None:
