@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from launch.registry import Verbs
-from launch.surface import note
+from launch.surface import answering, check_form, note
 from protocol import exit_codes
 
 app = typer.Typer(
@@ -55,6 +55,8 @@ def main() -> None:
             from launch.completion import describe_plainly
 
             describe_plainly()
+        with answering(as_json=False):
+            check_form()
         app()
     except KeyboardInterrupt:
         note("interrupted")

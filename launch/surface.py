@@ -14,15 +14,26 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from launch.faults import Fault
+from launch.faults import Fault, usage
 from protocol import exit_codes
 
 Document = Mapping[str, Any]
 
 
+#: Where the form of answers is set for all commands, and the forms that there are.
+OUTPUT, FORMS = "GPU_ARBITER_OUTPUT", ("json", "text")
+
+
+def check_form() -> None:
+    """Refuse a form of answers that there is none of; raises `Fault`."""
+    form = os.environ.get(OUTPUT, "")
+    if form and form.lower() not in FORMS:
+        raise usage(f"{OUTPUT} is {form!r}; it may be {' or '.join(FORMS)}", f"unset {OUTPUT}")
+
+
 def wants_json(flag: bool) -> bool:
     """Return whether the answer is for a program, by flag or by environment."""
-    return flag or os.environ.get("GPU_ARBITER_OUTPUT", "").lower() == "json"
+    return flag or os.environ.get(OUTPUT, "").lower() == "json"
 
 
 def packed(document: Document) -> str:

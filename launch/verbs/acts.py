@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from app_agent.streams import OVER
 from launch import completion, selection
 from launch.client import Client, open_client
 from launch.faults import Fault
@@ -185,6 +186,10 @@ def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]
         try:
             if not force:
                 _spare(client, kind, app)
+            if kind == "release" and _was_not_held(client, app):
+                note(f"{app} was not held")
+                done.append(app)
+                continue
             note(f"{app} is {client.cancel(app) if kind == 'cancel' else client.act(kind, app)}")
             done.append(app)
         except Fault as fault:
@@ -195,6 +200,12 @@ def _each(client: Client, kind: AppActKind, apps: Sequence[str], done: list[str]
     if faults:
         raise _undone(faults, untried, {"apps": done})
     return done
+
+
+def _was_not_held(client: Client, app: str) -> bool:
+    """Whether an app that is not over is known not to be held."""
+    rows = [row for row in client.query("apps", app)["apps"] if row["id"] == app and row["state"] not in OVER]
+    return any(row.get("held_by") == "" for row in rows)
 
 
 def _spare(client: Client, kind: AppActKind, app: str) -> None:

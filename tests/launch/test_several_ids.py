@@ -351,3 +351,30 @@ async def test_an_app_whose_work_would_be_lost_is_left_as_it_is_without_force(
         assert answer["next"] == f"gpu-arbiter {verb} --force bob-1, if that work may be lost"
         forced = await run(verb, "bob-1", "--force", "--json")
         assert (forced.returncode, json.loads(forced.stdout)["apps"]) == (0, ["bob-1"])
+
+
+async def test_release_of_an_app_that_is_not_held_says_so(socket: Path) -> None:
+    def reply(message: Query | Act) -> dict[str, object] | tuple[str, int] | None:
+        if isinstance(message, Act):
+            return {"schema": "act/v1", "app": message.target, "state": "released"}
+        held = {"ada-kqz7": "", "ada-new": "ada"}
+        entries = [listed((app, "waiting", "team-a", "big")) | {"held_by": by} for app, by in held.items()]
+        return {"schema": "apps/v1", "apps": entries, "next_offset": None}
+
+    async with two_apps(socket, reply):
+        result = await run("release", "ada-kqz7", "ada-new", "--json")
+        assert (result.returncode, json.loads(result.stdout)["apps"]) == (0, ["ada-kqz7", "ada-new"])
+        assert result.stderr.splitlines() == ["ada-kqz7 was not held", "ada-new is released"]
+
+
+async def test_a_form_of_answers_that_there_is_none_of_is_refused(
+    socket: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with two_apps(socket):
+        monkeypatch.setenv("GPU_ARBITER_OUTPUT", "yaml")
+        refused = await run("ps")
+        assert (refused.returncode, refused.stdout) == (exit_codes.USAGE, "")
+        assert refused.stderr.splitlines()[0] == "gpu-arbiter: GPU_ARBITER_OUTPUT is 'yaml'; it may be json or text"
+        for form in ("text", "JSON", ""):
+            monkeypatch.setenv("GPU_ARBITER_OUTPUT", form)
+            assert (await run("ps")).returncode == 0
