@@ -136,7 +136,14 @@ def address_in(journal_file: Path) -> str:
         url = journal_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
+        unit = config.owner_of(journal_file)
+        mend = (
+            f"only the service {unit} can read it: give a command --journal-file FILE, the file that LoadCredential= "
+            "of this service names"
+            if unit
+            else f"put {EXAMPLE} there"
+        )
+        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; {mend}") from error
     if not is_database(url):
         raise ConfigError(
             f"journal_file {journal_file} has {without_password(url)!r}, which is no address of a database; "

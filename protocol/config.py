@@ -149,6 +149,12 @@ def _kind(types: str) -> str:
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
 
 
+def owner_of(file: Path) -> str:
+    """Return the systemd unit that alone can read `file`, a credential of it; empty for any other file."""
+    above, _, below = str(file).partition("/run/credentials/")
+    return below.partition("/")[0] if not above else ""
+
+
 def require_positive(config: Struct, names: Iterable[str], source: str) -> None:
     """Refuse numbers that are not above 0, or not finite.
 
