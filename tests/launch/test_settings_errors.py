@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
+import app_agent.gateway
+import node_agent.launcher.config
+from arbiter.config import load
 from launch import cli
 from launch.buses import open_bus
 from launch.faults import Fault
+from launch.site import shipped
+from protocol.config import ConfigError
 
 
 def run(*words: str | Path) -> Result:
@@ -44,3 +50,39 @@ def test_a_daemon_that_cannot_read_a_credential_of_its_service_says_who_can() ->
     with pytest.raises(Fault) as caught:
         open_bus("", file="/etc/nowhere.url")
     assert caught.value.next_step == "put the broker's URL there"
+
+
+@pytest.mark.parametrize(
+    ("text", "mend"),
+    [
+        ('sharing = "pack"', "unknown field `sharing`; `sharing` belongs below `[arbiter]`"),
+        ('policy = "fifo"', "write `policy` below `[arbiter]`"),
+        ("fairness_knob = 0.5", "`fairness_knob` belongs below `[policy.themis]`"),
+        ("[arbiter]\nfairness_knob = 0.5", "`fairness_knob` belongs below `[policy.themis]`"),
+        ('[arbiter]\nbus = "amqp://x/gpu"', "`bus` belongs at the top of the file, above all tables"),
+    ],
+)
+def test_a_setting_of_another_table_is_told_where_it_belongs(text: str, mend: str, tmp_path: Path) -> None:
+    config = tmp_path / "arbiter.toml"
+    config.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load(config)
+    assert mend in str(caught.value)
+    assert "leave it out" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "read"), [("gateway.toml", app_agent.gateway.load), ("launcher.toml", node_agent.launcher.config.load)]
+)
+def test_a_file_that_init_does_not_write_is_shown_among_the_shipped_ones(
+    name: str, read: Callable[[Path], object], tmp_path: Path
+) -> None:
+    config = tmp_path / "own.toml"
+    config.write_text("odd = 1")
+    with pytest.raises(ConfigError) as caught:
+        read(config)
+    assert f"the shipped {name}, beside the units that `gpu-arbiter units` names, shows every field" in str(
+        caught.value
+    )
+    assert "gpu-arbiter init" not in str(caught.value)
+    assert (shipped.FOLDER / name).is_file()
