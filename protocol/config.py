@@ -77,7 +77,8 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        mend = "mend that line: write NAME = VALUE, with text in quotation marks"
+        raise ConfigError(f"{path} is not TOML: {error}; {mend}") from error
 
 
 def parse(

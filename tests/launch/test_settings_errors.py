@@ -12,9 +12,10 @@ from typer.testing import CliRunner
 import app_agent.gateway
 import node_agent.launcher.config
 from arbiter.config import load
-from launch import cli
+from launch import cli, spec
 from launch.buses import open_bus
 from launch.faults import Fault
+from launch.selection import Filters
 from launch.site import shipped
 from protocol.config import ConfigError
 
@@ -86,3 +87,23 @@ def test_a_file_that_init_does_not_write_is_shown_among_the_shipped_ones(
     )
     assert "gpu-arbiter init" not in str(caught.value)
     assert (shipped.FOLDER / name).is_file()
+
+
+def test_words_of_slurm_are_told_in_ours(tmp_path: Path) -> None:
+    file = tmp_path / "job.toml"
+    file.write_text("gpus = 2")
+    with pytest.raises(Fault, match=r"job.toml: unknown field `gpus`; gpus is called gang \(or sizes\)"):
+        spec.load(file)
+    with pytest.raises(Fault, match="a state of Slurm") as caught:
+        Filters.of(state="pending", tenant=None, owner=None, name=None)
+    assert caught.value.next_step == "try --state waiting"
+
+
+def test_what_is_no_backup_or_no_toml_is_told_so(tmp_path: Path) -> None:
+    config, file = tmp_path / "arbiter.toml", tmp_path / "site.gab"
+    config.touch()
+    file.write_text("hello")
+    assert f"{file} is no file that `backup` has made" in run("restore", file, "--config", config).stderr
+    config.write_text("[arbiter]\npolicy = fifo")
+    with pytest.raises(ConfigError, match=r"line 2, column 10\); mend that line"):
+        load(config)
