@@ -100,7 +100,7 @@ class GatewayConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 def load(path: Path) -> GatewayConfig:
     """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
-    return config.load(path, GatewayConfig, check)
+    return config.load(path, GatewayConfig, check, shown=config.shipped("gateway.toml"))
 
 
 def check(gateway: GatewayConfig, source: str) -> None:

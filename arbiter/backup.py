@@ -234,9 +234,14 @@ class Backup:
             raise
 
     def _about(self, program: str) -> About:
-        (application,) = self._database.execute("PRAGMA application_id").fetchone()
+        try:
+            (application,) = self._database.execute("PRAGMA application_id").fetchone()
+        except sqlite3.DatabaseError as error:
+            if error.sqlite_errorcode != sqlite3.SQLITE_NOTADB:
+                raise
+            application = None
         if application != APPLICATION_ID:
-            raise JournalError(f"{self.file} is no backup of ours; give a file that the verb backup has made")
+            raise JournalError(f"{self.file} is no file that `backup` has made")
         (version,) = self._database.execute("PRAGMA user_version").fetchone()
         (document,) = self._database.execute("SELECT document FROM about").fetchone()
         about = msgspec.json.decode(document, type=About)

@@ -99,6 +99,7 @@ def parse(fields: Mapping[str, Any], source: str) -> ArbiterConfig:
     ConfigError
         With `source`, the table, the field and the mend.
     """
+    _refuse_misplaced(fields, source)
     _refuse_unknown(fields.get("arbiter"), source)
     found = config.parse(fields, ArbiterConfig, check, source=source)
     policies = {name: _table(name, table, source) for name, table in found.policy.items()}
@@ -136,7 +137,14 @@ def address_in(journal_file: Path) -> str:
         url = journal_file.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
-        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; put {EXAMPLE} there") from error
+        unit = config.owner_of(journal_file)
+        mend = (
+            f"only the service {unit} can read it: give a command --journal-file FILE, the file that LoadCredential= "
+            "of this service names"
+            if unit
+            else f"put {EXAMPLE} there"
+        )
+        raise ConfigError(f"journal_file {journal_file} cannot be read: {why}; {mend}") from error
     if not is_database(url):
         raise ConfigError(
             f"journal_file {journal_file} has {without_password(url)!r}, which is no address of a database; "
@@ -155,10 +163,28 @@ def _refuse_unknown(table: object, source: str) -> None:
         raise ConfigError(f"{source}: arbiter.policy_settings is no table any more, each policy has its own: {mends}")
     for name in table:
         if name not in FIELDS:
-            raise ConfigError(
-                f"{source}: unknown field `arbiter.{name}`; leave it out or mend its name; "
-                "the files of `gpu-arbiter init` show every field"
-            )
+            place = _place_of(name)
+            mend = f"`{name}` belongs {place}" if place else f"leave it out or mend its name; {config.SHOWN}"
+            raise ConfigError(f"{source}: unknown field `arbiter.{name}`; {mend}")
+
+
+def _refuse_misplaced(fields: Mapping[str, object], source: str) -> None:
+    """Refuse a field above all tables that is known in one of them."""
+    policy = fields.get("policy")
+    if isinstance(policy, str):
+        raise ConfigError(f'{source}: policy = "{policy}" stands above all tables; write `policy` below `[arbiter]`')
+    for name in fields:
+        if name not in ArbiterConfig.__struct_fields__ and (place := _place_of(name)):
+            raise ConfigError(f"{source}: unknown field `{name}`; `{name}` belongs {place}")
+
+
+def _place_of(name: str) -> str:
+    """Return where a field of that name stands, in words; empty if no table has it."""
+    if name in ArbiterConfig.__struct_fields__:
+        return "at the top of the file, above all tables"
+    tables = ["[arbiter]"] if name in FIELDS else []
+    tables += [f"[policy.{policy}]" for policy, entry in POLICIES.items() if name in entry.settings.__struct_fields__]
+    return f"below {' or '.join(f'`{table}`' for table in tables)}" if tables else ""
 
 
 def renamed(old: str) -> str:

@@ -7,6 +7,7 @@ from urllib.parse import urlsplit
 
 from launch.faults import usage
 from protocol.bus import Bus
+from protocol.config import owner_of
 from protocol.topology import Topology
 
 EXAMPLE = "amqp://node-n1:password@broker-host:5672/gpu"
@@ -40,7 +41,14 @@ def _read(file: Path) -> str:
     try:
         return file.read_text().strip()
     except OSError as error:
-        raise usage(f"bus_file {file} cannot be read: {error.strerror}", "put the broker's URL there") from None
+        unit = owner_of(file)
+        mend = (
+            f"only the service {unit} can read it: begin it by systemctl start {unit}, or let bus_file name the file "
+            "that LoadCredential= of this service names"
+            if unit
+            else "put the broker's URL there"
+        )
+        raise usage(f"bus_file {file} cannot be read: {error.strerror}", mend) from None
 
 
 def _without_password(url: str) -> str:

@@ -21,6 +21,18 @@ from protocol import exit_codes
 from protocol.messages import AppStateName
 
 STATES = get_args(AppStateName)
+#: Slurm's names of states, long and short, and ours.
+SLURM_STATES = {
+    **dict.fromkeys(("PENDING", "PD"), "waiting"),
+    **dict.fromkeys(("CONFIGURING", "CF"), "starting"),
+    **dict.fromkeys(("COMPLETING", "CG"), "leaving"),
+    **dict.fromkeys(("COMPLETED", "CD"), "finished"),
+    **dict.fromkeys(("TIMEOUT", "TO"), "failed"),
+    "R": "running",
+    "S": "suspended",
+    "F": "failed",
+    "CA": "cancelled",
+}
 #: In place of ids: all of one's own apps that are not over.
 EVERYTHING = "all"
 
@@ -69,6 +81,9 @@ class Filters:
         states = words(state, "--state")
         for wrong in (each for each in states if each not in STATES):
             nearest = get_close_matches(wrong, STATES, n=1, cutoff=0.0)[0]
+            ours = SLURM_STATES.get(wrong.upper())
+            if ours is not None:
+                raise usage(f"--state is {wrong!r}, a state of Slurm", f"try --state {ours}")
             raise usage(f"--state is {wrong!r}; it may be {', '.join(STATES)}", f"try --state {nearest}")
         return cls(states, words(tenant, "--tenant"), words(owner, "--owner"), words(name, "--name"))
 

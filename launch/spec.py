@@ -284,7 +284,9 @@ def load(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise usage(f"{path} cannot be read: {error.strerror}", "give -f a TOML file") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise usage(f"{path} is not TOML: {error}", "see docs/cli.md for an example") from None
+        raise usage(f"{path} is not TOML: {error}", "mend that line; see docs/cli.md for an example") from None
+    if "gpus" in fields:
+        raise usage(f"{path}: unknown field `gpus`; gpus is called gang (or sizes)", "write such as gang = 2")
     for word, (name, read) in WORDS.items():
         if word in fields:
             if name in fields:

@@ -36,6 +36,8 @@ _TYPES = {
     "object": "a table",
     "null": "nothing",
 }
+#: Where a person finds the names of all fields.
+SHOWN = "the files of `gpu-arbiter init` show every field"
 #: The same for values themselves; a bool is an int, too, so it comes first.
 _VALUES: tuple[tuple[type | tuple[type, ...], str], ...] = (
     (bool, _TYPES["bool"]),
@@ -51,15 +53,15 @@ class ConfigError(Exception):
     """The configuration cannot be used; the message names file, field and mend."""
 
 
-def load(path: Path, kind: type[ConfigT], check: Check[ConfigT]) -> ConfigT:
-    """Return the configuration in the TOML file at `path`.
+def load(path: Path, kind: type[ConfigT], check: Check[ConfigT], *, shown: str = SHOWN) -> ConfigT:
+    """Return the configuration in the TOML file at `path`. `shown` says which file has the names of all fields.
 
     Raises
     ------
     ConfigError
         With the file, the field and the mend.
     """
-    return parse(read(path), kind, check, source=str(path))
+    return parse(read(path), kind, check, source=str(path), shown=shown)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -75,10 +77,13 @@ def read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error.strerror}; give the file with --config") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+        mend = "mend that line: write NAME = VALUE, with text in quotation marks"
+        raise ConfigError(f"{path} is not TOML: {error}; {mend}") from error
 
 
-def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT], *, source: str) -> ConfigT:
+def parse(
+    fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT], *, source: str, shown: str = SHOWN
+) -> ConfigT:
     """Return the configuration made of these fields.
 
     Raises
@@ -89,11 +94,14 @@ def parse(fields: Mapping[str, Any], kind: type[ConfigT], check: Check[ConfigT],
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise ConfigError(
-            f"{source}: {in_words(error, kind)}; the files of `gpu-arbiter init` show every field"
-        ) from error
+        raise ConfigError(f"{source}: {in_words(error, kind)}; {shown}") from error
     check(config, source)
     return config
+
+
+def shipped(name: str) -> str:
+    """Return where the names of all fields are, for a file that `init` does not write."""
+    return f"the shipped {name}, beside the units that `gpu-arbiter units` names, shows every field"
 
 
 def in_words(error: msgspec.ValidationError, kind: type[Struct] | None = None) -> str:
@@ -147,6 +155,12 @@ def _inside(field: str, name: str) -> str:
 def _kind(types: str) -> str:
     """Return ``a whole number or nothing`` for ``int | null``."""
     return " or ".join(_TYPES.get(name, name) for name in types.split(" | "))
+
+
+def owner_of(file: Path) -> str:
+    """Return the systemd unit that alone can read `file`, a credential of it; empty for any other file."""
+    above, _, below = str(file).partition("/run/credentials/")
+    return below.partition("/")[0] if not above else ""
 
 
 def require_positive(config: Struct, names: Iterable[str], source: str) -> None:

@@ -131,7 +131,7 @@ async def _greet(site: Site, stack: ExitStack, *, web: bool) -> None:
         note(f"in other terminals: export GPU_ARBITER_URL=unix://{site.socket}")
     if not web:
         note(f"in a browser: gpu-arbiter web --ledger {shlex.quote(str(ledger))}")
-    note("next: gpu-arbiter submit -- python train.py   (Ctrl-C here stops it)")
+    note("next: gpu-arbiter submit -- python3 -c 'print(\"it works\")'   (Ctrl-C here stops it)")
 
 
 def _enrolled(site: Site, check: Watch) -> list[dict[str, Any]]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import msgspec
 import typer
+from msgspec.structs import replace as with_fields
 
 from launch.faults import Fault
 from launch.surface import answering, emit, note, plural, say, wants_json
@@ -18,8 +19,13 @@ from protocol.release import release
 
 if TYPE_CHECKING:
     from arbiter.backup import About
+    from arbiter.config import ArbiterConfig
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="the arbiter's TOML file, which says where they are")]
+JournalFile = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="in place of its journal_file, which the service alone can read: the address"),
+]
 Json = Annotated[bool, typer.Option("--json", help="print one JSON document")]
 
 
@@ -33,6 +39,7 @@ def add(app: typer.Typer) -> None:
 def backup(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="the new file")],
     config: Config,
+    journal_file: JournalFile = None,
     json: Json = False,
 ) -> None:
     """Copy the arbiter's journal and ledger into one file, also while the arbiter runs.
@@ -42,11 +49,10 @@ def backup(
     as_json = wants_json(json)
     with answering(as_json=as_json):
         from arbiter import backup as backups
-        from arbiter.config import load
         from launch.site.service import faults
 
         with faults():
-            about = backups.write(load(config), file, program=release())
+            about = backups.write(_loaded(config, journal_file), file, program=release())
         if as_json:
             emit(_document("backup/v1", about))
         else:
@@ -59,6 +65,7 @@ def restore(
     replace: Annotated[
         bool, typer.Option("--replace", help="put aside the journal that is there; one in a database is deleted")
     ] = False,
+    journal_file: JournalFile = None,
     json: Json = False,
 ) -> None:
     """Bring a backup back, into the store that the configuration names. Then start the arbiter.
@@ -71,11 +78,10 @@ def restore(
     as_json = wants_json(json)
     with answering(as_json=as_json):
         from arbiter import backup as backups
-        from arbiter.config import load
         from launch.site.service import faults
 
         with faults():
-            about = backups.restore(load(config), file, program=release(), replace=replace)
+            about = backups.restore(_loaded(config, journal_file), file, program=release(), replace=replace)
         if as_json:
             emit(_document("restored/v1", about))
         else:
@@ -87,6 +93,7 @@ def journal(
     action: Annotated[Literal["check"], typer.Argument(help="check: replay it, and compare the state with snapshots")],
     config: Config,
     file: Annotated[Path | None, typer.Option("--file", help="check this backup, and not what is there now")] = None,
+    journal_file: JournalFile = None,
     json: Json = False,
 ) -> None:
     """Replay the arbiter's journal as far back as it goes; exit 1 if the state is not what it was.
@@ -97,13 +104,12 @@ def journal(
     as_json = wants_json(json)
     with answering(as_json=as_json):
         from arbiter import backup as backups
-        from arbiter.config import load
         from launch.site.service import faults
 
         with faults(), tempfile.TemporaryDirectory(prefix="gpu-arbiter-check-") as folder:
             looked_at = file or Path(folder) / "journal.gab"
             if file is None:
-                backups.write(load(config), looked_at, program=release())
+                backups.write(_loaded(config, journal_file), looked_at, program=release())
             with closing(backups.Backup(looked_at, program=release())) as opened:
                 about, checked = opened.about, opened.check()
         replayed = f"{plural(checked.events, 'event')} of {about.place} replayed"
@@ -120,6 +126,14 @@ def journal(
             emit({"schema": "journal-check/v1", **fields})
         else:
             say(f"{replayed}, and the state was that of {agreed}")
+
+
+def _loaded(config: Path, journal_file: Path | None) -> ArbiterConfig:
+    """Return the arbiter's configuration, with the file that names its database if one is given."""
+    from arbiter.config import load
+
+    found = load(config)
+    return found if journal_file is None else with_fields(found, journal="", journal_file=str(journal_file))
 
 
 def _in_words(about: About) -> str:

@@ -52,7 +52,7 @@ class LauncherConfig(Struct, frozen=True, forbid_unknown_fields=True):
 
 def load(path: Path) -> LauncherConfig:
     """Return the configuration in the TOML file at `path`; raises `ConfigError`."""
-    return config.load(path, LauncherConfig, check)
+    return config.load(path, LauncherConfig, check, shown=config.shipped("launcher.toml"))
 
 
 def check(launcher: LauncherConfig, source: str) -> None:

@@ -213,10 +213,10 @@ def test_what_is_no_backup_is_refused_with_the_mend(place: Place, file: Path, tm
     other = tmp_path / "songs.db"
     with closing(sqlite3.connect(other)) as database:
         database.execute("CREATE TABLE songs (title TEXT)")
-    with pytest.raises(JournalError, match="is no backup of ours"):
+    with pytest.raises(JournalError, match="is no file that `backup` has made"):
         backups.restore(place.config, other, program=PROGRAM)
     other.write_bytes(b"not a database" * 1000)
-    with pytest.raises(JournalError, match="file is not a database"):
+    with pytest.raises(JournalError, match="is no file that `backup` has made"):
         backups.restore(place.config, other, program=PROGRAM)
     assert not file.with_name(f"{file.name}.part").exists()
 

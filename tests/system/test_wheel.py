@@ -22,10 +22,6 @@ from tests.support.patience import PATIENCE_S
 #: They share one environment.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 #: Keeps a program from its end until a user has looked at it.
-WAITING = """
-import os, time
-while not os.path.exists("begin"): time.sleep(0.1)
-"""
 NAMES = ("launch", "protocol", "simulator", "arbiter")
 
 
@@ -172,7 +168,7 @@ def first_hour(program: Program, root: Path, folder: Path) -> None:
     """Type what the README in `root` says, on a site with its state in `folder`."""
     page = (root / "README.md").read_text()
     hour = page[page.index("## The first hour") : page.index("## Before you switch")]
-    (program.folder / "train.py").write_text(WAITING + wheels.script_of_the_readme(root))
+    (program.folder / "train.py").write_text(wheels.script_of_the_readme(root))
     blocks = re.findall(r"```\n(.*?)```", hour, re.DOTALL)
     commands = [line.strip() for block in blocks for line in block.splitlines() if line.strip()]
     assert [line.split()[1] for line in commands] == ["up", "submit", "ps", "explain", "nodes", "logs"]
@@ -184,18 +180,21 @@ def first_hour(program: Program, root: Path, folder: Path) -> None:
     shell = {"shell": True, "cwd": program.folder, "env": env, "text": True}
     with subprocess.Popen(f"exec {commands[0]}", stderr=subprocess.PIPE, **shell) as site:  # type: ignore[call-overload]
         assert "gpu-arbiter is up: 1 node, 4 GPUs" in (told := site.stderr.readline()), told + site.stderr.read()
-        done = []
-        for line in commands[1:]:
-            if " logs " in line:
-                (program.folder / "begin").touch()
-            done.append(subprocess.run(line, capture_output=True, check=False, **shell))  # type: ignore[call-overload]
+        done = [
+            subprocess.run(line, capture_output=True, check=False, **shell)  # type: ignore[call-overload]
+            for line in commands[1:]
+        ]
+        trained = subprocess.run(  # type: ignore[call-overload]
+            "gpu-arbiter run -- python train.py", capture_output=True, check=False, **shell
+        )
         site.send_signal(signal.SIGINT)
         assert site.wait(PATIENCE_S) == 0
     assert [each.returncode for each in done] == [0] * 5, done
     app = done[0].stdout.strip()
     assert re.fullmatch(r"me-[a-z]{3}1", app)
     assert app in done[1].stdout
-    assert done[-1].stdout.splitlines()[-1] == "trained [0, 1, 2, 3, 4]"
+    assert re.fullmatch(r"GPU-sim-\S+-\d,GPU-sim-\S+-\d", done[-1].stdout.splitlines()[-1])
+    assert trained.stdout.splitlines()[-1] == "trained [0, 1, 2, 3, 4]", trained
 
 
 @pytest.mark.parametrize(
