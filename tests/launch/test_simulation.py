@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from simulator import sweep as sweeping
 from simulator.experiment import Experiment
 from simulator.figures import results
 from simulator.figures.results import Run
+from simulator.workload import load
 
 ROOT = Path(__file__).resolve().parents[2]
 TRACE = "job_id,tenant,submit_s,gpus,duration_s\na,ann,0,1,100\nb,bob,0,2,50\nc,bob,10,1,20\n"
@@ -393,6 +396,21 @@ def test_a_bar_is_drawn_after_a_while_only(monkeypatch: pytest.MonkeyPatch, caps
         told(10, 60)
         told(20, 60)
     assert "20/60" in capsys.readouterr().err
+
+
+def test_slurms_accounting_becomes_a_trace(tmp_path: Path) -> None:
+    told = (
+        "101|ana|2026-11-20T10:00:00|3600|billing=8,cpu=8,gres/gpu=2,mem=64G,node=1\n"
+        "102_1|bob|2026-11-20T09:30:00|600|billing=8,cpu=8,gres/gpu:a100=1,gres/gpu=1,mem=64G,node=1\n"
+        "103|bob|2026-11-20T10:05:00|50|billing=8,cpu=8,mem=64G,node=1\n"  # no GPU
+        "104|eve|2026-11-20T10:06:00|0|billing=8,cpu=8,gres/gpu=1,mem=64G,node=1\n"  # never ran
+    )
+    made = subprocess.run(
+        [sys.executable, ROOT / "examples" / "from_sacct.py"], input=told, capture_output=True, text=True, check=True
+    ).stdout
+    assert made.splitlines()[1:] == ["102_1,0,1,600,bob", "101,1800,2,3600,ana"]
+    (tmp_path / "trace.csv").write_text(made)
+    assert [(app.tenant, app.gpus) for app in load(tmp_path / "trace.csv").apps] == [("bob", 1), ("ana", 2)]
 
 
 # --- the guide ------------------------------------------------------------------------------------------------------
