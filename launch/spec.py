@@ -286,7 +286,7 @@ def load(path: Path) -> dict[str, Any]:
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise usage(f"{path} is not TOML: {error}", "mend that line; see docs/cli.md for an example") from None
     if "gpus" in fields:
-        raise usage(f"{path}: unknown field `gpus`; gpus is called gang (or sizes)", "write such as gang = 2")
+        raise usage(f"{path}: unknown field `gpus`; gpus is called gang (or sizes)", "write gang = 2, for two GPUs")
     for word, (name, read) in WORDS.items():
         if word in fields:
             if name in fields:

@@ -425,7 +425,7 @@ def _search_mistake(spec: AppSpec) -> str | None:
     if spec.search == "all":
         return None
     if not spec.metric:
-        return f"{len(spec.trials)} trials but no metric to compare them by; name one that scripts report by --metric"
+        return f"{len(spec.trials)} trials but no metric to compare them by; name what scripts report: --metric NAME"
     if spec.search == "halving":
         return _halving_mistake(spec)
     return _hyperband_mistake(spec) if spec.search == "hyperband" else None
