@@ -87,6 +87,14 @@ def test_without_a_driver_the_error_names_the_virtual_ones(hands: Hands) -> None
         hands.backend()
 
 
+@pytest.mark.skipif(Path("/sys/module/nvidia/version").exists(), reason="this host has an NVIDIA driver")
+@pytest.mark.parametrize("library", stand_in.SOURCES)
+def test_a_played_driver_that_is_loaded_is_not_found_by_the_drivers_name(hands: Hands, library: str) -> None:
+    ctypes.CDLL(str(hands.driver.folder / library))
+    with pytest.raises(OSError, match="cannot open shared object file"):
+        ctypes.CDLL(library)
+
+
 def test_a_driver_without_gpus_is_said(hands: Hands) -> None:
     hands.deal(0)
     with pytest.raises(DeviceError, match="shows no GPU"):
