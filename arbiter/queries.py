@@ -524,6 +524,8 @@ class Queries:
             "priority_max": state.settings.priority_max,
             "weight_max": state.settings.weight_max,
             "classes": list(state.settings.classes),
+            "tenants": sorted(terms.name for terms in state.settings.tenants),
+            "tenants_only": state.settings.tenants_only,
         }
 
     def _kinds(self) -> list[dict[str, Any]]:

@@ -144,10 +144,20 @@ def check_room(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
     if never is not None:
         raise Fault(never[0], code=exit_codes.REFUSED, next_step=never[1])
     return [
+        *_notes_on_tenant(spec, capacity),
         *_notes_on_sharing(spec, capacity),
         *_notes_on_service(spec, usable, fit),
         *_notes_on_host(spec, capacity),
     ]
+
+
+def _notes_on_tenant(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:
+    """Return a note, if the site names tenants and not this one, which may be a slip; refuse what it would refuse."""
+    named = capacity.get("tenants", [])
+    unnamed = limits.unnamed_tenant(spec.tenant, named) if spec.tenant and named else ""
+    if unnamed and capacity["tenants_only"]:
+        raise Fault(unnamed, code=exit_codes.REFUSED, next_step="name one: --tenant")
+    return [f"{unnamed}; it has weight 1, as every tenant that is not named"] if unnamed else []
 
 
 def _notes_on_sharing(spec: AppSpec, capacity: Mapping[str, Any]) -> list[str]:

@@ -264,6 +264,25 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
 }
 #: How the class ``interactive`` was called before; read for one release.
 FORMER_INTERACTIVE = "trial"
+#: Fields that are flags of `submit` by their own names.
+FLAGS = frozenset(
+    [
+        "name",
+        "tenant",
+        "preempt_by",
+        "priority",
+        "cpus",
+        "spans",
+        "weight",
+        "array",
+        "metric",
+        "mode",
+        "search",
+        "eta",
+        "steps_min",
+        "target",
+    ]
+)
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
 #: The names of an app's fields, those of its requirements among them.
 NAMES = tuple(name for name in (*AppSpec.__struct_fields__, *Requirements.__struct_fields__) if name != "requirements")
@@ -327,7 +346,7 @@ def build(fields: Mapping[str, Any]) -> AppSpec:
     except msgspec.ValidationError as error:
         words = in_words(error, AppSpec).replace("requirements.", "", 1)
         name = words.split(" ", 1)[0]
-        flag = next((f" (--{word.replace('_', '-')})" for word, (field, _) in WORDS.items() if field == name), "")
+        flag = f" (--{_WRITTEN.get(name, name).replace('_', '-')})" if name in _WRITTEN or name in FLAGS else ""
         mend = (
             f"its fields are: {FIELDS}" if "unknown field" in words else "mend it, or leave it out; see submit --help"
         )

@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from msgspec.structs import replace
 
 from protocol.messages import Requirements
+
+#: Tenants that a sentence names.
+TENANTS_SHOWN = 20
+
+
+def unnamed_tenant(tenant: str, named: Collection[str]) -> str:
+    """Return a sentence on a tenant that a site does not name among its own; empty if it does."""
+    if tenant in named:
+        return ""
+    shown = sorted(named)[:TENANTS_SHOWN]
+    there = ", ".join(shown) or "it names none"
+    there += f" and {len(named) - TENANTS_SHOWN} more" if len(named) > TENANTS_SHOWN else ""
+    return f"tenant {tenant} is not among the tenants of this site ({there})"
 
 
 def excess(

@@ -12,6 +12,7 @@ import pytest
 
 from arbiter.core.registry import POLICIES
 from arbiter.core.state.model import ArbiterSettings
+from launch import spec
 from launch.registry import MODULE_OF
 from launch.sbatch import FLAGS
 from node_agent.config import NodeConfig
@@ -142,3 +143,26 @@ def test_each_schema_of_an_answer_is_in_the_page_of_the_command_line() -> None:
     printed = set(re.findall(r'"([a-z-]+/v1)"', verbs))
     assert printed - set(re.findall(r"`?([a-z-]+/v1)", page)) == set()
     assert "submitted/v1" in printed
+
+
+def spec_file_part() -> str:
+    page = (DOCS / "cli.md").read_text(encoding="utf-8")
+    return page[page.index("**Spec file.**") : page.index("## Arrays and chains")]
+
+
+def test_the_page_of_the_command_line_names_each_field_of_a_spec_file() -> None:
+    prose, table = spec_file_part().split("| field | says |")
+    named = {word.strip("-") for word in re.findall(r"`([a-z_]+)`", prose)}
+    shown = set(re.findall(r"^\| `([a-z_]+) =", table, re.MULTILINE))
+    assert named | shown == set(spec.FIELDS.split(", "))
+
+
+@pytest.mark.parametrize("line", re.findall(r"^\| `([a-z_]+ = [^`]+)`", spec_file_part(), re.MULTILINE))
+def test_each_field_that_the_page_shows_can_be_written_so(line: str, tmp_path: Path) -> None:
+    path = tmp_path / "spec.toml"
+    path.write_text(line)
+    fields = spec.load(path)
+    (name,) = fields
+    needed = {"cwd": "/home/ana", "checkpoint_root": "/", "trials": [["true"]], "restart_s": 5.0}
+    needed |= {"array": "0-19"} if name == "array_at_most" else {}
+    assert getattr(spec.build(needed | fields), name) != getattr(spec.build(needed), name)

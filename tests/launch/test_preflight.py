@@ -129,6 +129,20 @@ def test_a_gang_that_fits_now_is_nothing_to_speak_of(tmp_path: Path) -> None:
     assert room(tmp_path, {"cpus_max": 0.0, "host_bytes_max": 0}, cpus=64, host_bytes=2**40) == [], "no node says"
 
 
+def test_a_tenant_that_the_site_does_not_name_is_told_or_refused_as_the_arbiter_would(tmp_path: Path) -> None:
+    named = {"tenants": ["nlp", "vision"], "tenants_only": False}
+    assert room(tmp_path, named, tenant="vision") == []
+    assert room(tmp_path, {"tenants": [], "tenants_only": False}, tenant="visoin") == []
+    assert room(tmp_path, named, tenant="") == [], "the daemon's own tenant is not known here"
+    assert room(tmp_path, named, tenant="visoin") == [
+        "tenant visoin is not among the tenants of this site (nlp, vision); it has weight 1, as every tenant that is "
+        "not named"
+    ]
+    with pytest.raises(Fault, match=r"tenant visoin is not among the tenants of this site \(nlp, vision\)") as caught:
+        room(tmp_path, named | {"tenants_only": True}, tenant="visoin")
+    assert (caught.value.code, caught.value.next_step) == (exit_codes.REFUSED, "name one: --tenant")
+
+
 def test_a_gang_that_may_lie_on_several_nodes_needs_room_on_all_of_them_together(tmp_path: Path) -> None:
     assert room(tmp_path, gang=6, spans=True) == []
     assert room(tmp_path, gang=9, spans=True) == ["6 GPUs are in service now; the app waits until 9 are"]

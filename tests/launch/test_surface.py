@@ -7,6 +7,7 @@ import io
 import socket
 import subprocess
 import sys
+from inspect import signature
 from pathlib import Path
 from typing import Any, cast
 
@@ -24,6 +25,7 @@ from launch.follow import follow_logs
 from launch.pictures import Picture, show_changes
 from launch.registry import Verbs
 from launch.site import site
+from launch.verbs import submission
 from protocol import exit_codes
 
 # --- specs ----------------------------------------------------------------------------------------------------------
@@ -164,7 +166,12 @@ def test_what_a_spec_file_holds_in_the_wrong_form_is_said_with_the_right_one(
     ("field", "value", "said"),
     [
         ("kind", "trail", r"kind \(--class\) is 'trail', which is none of 'batch', 'interactive'"),
-        ("weight", -1.0, "weight must be more than 0"),
+        ("weight", -1.0, r"weight \(--weight\) must be more than 0"),
+        (
+            "preempt_by",
+            "now",
+            r"preempt_by \(--preempt-by\) is 'now', which is none of 'auto', 'checkpoint', 'suspend'",
+        ),
         ("host_bytes", "8G", r"host_bytes \(--memory\) must be a whole number, and is text"),
         ("memroy", 1, "unknown field `memroy`"),
     ],
@@ -172,6 +179,10 @@ def test_what_a_spec_file_holds_in_the_wrong_form_is_said_with_the_right_one(
 def test_a_wrong_field_is_named_with_its_flag_and_its_choices(field: str, value: object, said: str) -> None:
     with pytest.raises(Fault, match=said):
         spec.build({"trials": [["true"]], "cwd": "/", "checkpoint_root": "/c", field: value})
+
+
+def test_each_flag_that_an_error_names_is_one_of_submit() -> None:
+    assert {*spec.FLAGS, *spec.WORDS.keys() - {"class", "idle"}} <= signature(submission.submit).parameters.keys()
 
 
 @pytest.mark.parametrize("text", ["sigmoid:0,1/h,6h", "deadline:1e-12s", "sigmoid:1,1e9/s,1e12d"])

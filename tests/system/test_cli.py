@@ -621,10 +621,11 @@ def test_up_takes_tenants_and_settings_from_an_arbiters_file(environment: dict[s
         assert document["policy"] == "astraea"
         assert [(each["tenant"], each["weight"]) for each in document["tenants"]] == [("vision", 2.0)]
         assert cli("shares").stdout.splitlines()[-1] == "policy: astraea"
-        app = cli("submit", "--tenant", "visoin", *script("pass")).stdout.strip()
-        assert cli("wait", "--timeout", "30s", app).returncode != 0
-        explained = cli("explain", app).stdout
-        assert "tenant visoin is not among the tenants of this site (vision); name one: --tenant" in explained
+        refused = cli("submit", "--tenant", "visoin", *script("pass"))
+        assert refused.returncode == exit_codes.REFUSED
+        assert (
+            "tenant visoin is not among the tenants of this site (vision)\nnext: name one: --tenant" in refused.stderr
+        )
 
 
 @pytest.mark.full

@@ -35,18 +35,18 @@ ANSWER_S = 10.0
 #: A part whose phase is one of these has left its GPUs, or is on its way by itself.
 GONE = ("suspended", "resting", "exited")
 
-#: By app: the jobs that need not stop, with its jobs, its state and the version of its tasks when that was found.
-QUIET: Cache[AppId, dict[JobId, tuple[object, object, int]]] = Cache(by_app=True)
+#: Of each app without a joint stop: its jobs, its state and the version of its tasks when all its jobs were looked at.
+QUIET: Cache[AppId, tuple[object, object, int]] = Cache(by_app=True)
 
 
 def go_on(turn: Turn) -> None:
     """Begin, lead on and end the joint stops of all jobs on several nodes."""
     stops = turn.state.stops
-    for job_id in sorted(turn.index.parted | stops.keys()):
-        known = stops.get(job_id)
-        app = turn.state.apps.get(_app_of(job_id))
-        if known is None and (app is None or _is_quiet(turn, app, job_id)):
-            continue
+    led = {_app_of(job) for job in stops}
+    parted = turn.index.parted.items()
+    stirred = [job for app, jobs in parted if not _is_quiet(turn, app) or app in led for job in jobs]
+    for job_id in sorted({*stirred, *stops}):
+        known, app = stops.get(job_id), turn.state.apps.get(_app_of(job_id))
         stop = _next(turn, app, job_id, known)
         if stop == known:
             continue
@@ -69,13 +69,17 @@ def _app_of(job: JobId) -> AppId:
     return AppId(job.rpartition(".")[0])
 
 
-def _is_quiet(turn: Turn, app: App, job_id: JobId) -> bool:
-    """Whether nothing of the job has changed since it was found that it need not stop; note that it is looked at."""
-    now = (app.jobs, app.state, turn.index.task_versions[app.id])
-    quiet = QUIET.of(turn.index).setdefault(app.id, {})
-    last = quiet.get(job_id)
-    quiet[job_id] = now
-    return last is not None and last[0] is now[0] and last[1] is now[1] and last[2] == now[2]
+def _is_quiet(turn: Turn, app_id: AppId) -> bool:
+    """Whether nothing has changed since the jobs of an app were looked at last; note that they are."""
+    app = turn.state.apps.get(app_id)
+    if app is None:
+        return True
+    jobs, state, version = QUIET.of(turn.index).get(app_id, (None, None, -1))
+    now = turn.index.task_versions[app_id]
+    if jobs is app.jobs and state is app.state and version == now:
+        return True
+    QUIET.of(turn.index)[app_id] = (app.jobs, app.state, now)
+    return False
 
 
 def _next(turn: Turn, app: App | None, job_id: JobId, known: JointStop | None) -> JointStop | None:

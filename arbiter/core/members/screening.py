@@ -98,12 +98,8 @@ def presumption(state: State, index: Index, owner: str, report: AppReport) -> st
 
 def unnamed_tenant(settings: ArbiterSettings, tenant: str) -> str:
     """Return why an app of that tenant is refused, where only tenants that the site names may run apps; or nothing."""
-    names = [each.name for each in settings.tenants]
-    if not settings.tenants_only or tenant in names:
-        return ""
-    there = ", ".join(sorted(names)[:NAMES_MAX]) or "it names none"
-    there += f" and {len(names) - NAMES_MAX} more" if len(names) > NAMES_MAX else ""
-    return f"tenant {tenant} is not among the tenants of this site ({there}); name one: --tenant"
+    unnamed = limits.unnamed_tenant(tenant, [each.name for each in settings.tenants])
+    return f"{unnamed}; name one: --tenant" if settings.tenants_only and unnamed else ""
 
 
 def _no_member(settings: ArbiterSettings, owner: str, report: AppReport) -> str:

@@ -81,7 +81,7 @@ class Index:
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
         self.at_risk: set[TaskId] = set()  #: see `Task.at_risk`
-        self.parted: set[JobId] = set()  #: jobs that may have parts on several nodes
+        self.parted: dict[AppId, set[JobId]] = {}  #: by app: its jobs that may have parts on several nodes, if any
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
         self.owned: Counter[str] = Counter()  #: by owner: apps that are not over
@@ -373,7 +373,7 @@ class Index:
         self.tasks[task.app].add(task.id)
         self.node_tasks[task.node].add(task.id)
         if task.is_part:
-            self.parted.add(task.job)
+            self.parted.setdefault(task.app, set()).add(task.job)
 
     def mark(self, task: model.Task) -> None:
         """Note whether preempting this task would throw away its work."""
@@ -390,7 +390,10 @@ class Index:
             for other in map(self._state.tasks.get, self.tasks[task.app])
             if other is not None
         ):
-            self.parted.discard(task.job)
+            jobs = self.parted.get(task.app, set())
+            jobs.discard(task.job)
+            if not jobs:
+                self.parted.pop(task.app, None)
 
     def same_as(self, other: Index) -> bool:
         """Whether both say the same (empty entries aside)."""
