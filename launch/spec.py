@@ -266,22 +266,10 @@ WORDS: dict[str, tuple[str, Callable[[Any, str], Any] | None]] = {
 FORMER_INTERACTIVE = "trial"
 #: Fields that are flags of `submit` by their own names.
 FLAGS = frozenset(
-    [
-        "name",
-        "tenant",
-        "preempt_by",
-        "priority",
-        "cpus",
-        "spans",
-        "weight",
-        "array",
-        "metric",
-        "mode",
-        "search",
-        "eta",
-        "steps_min",
-        "target",
-    ]
+    (
+        *("name", "tenant", "preempt_by", "priority", "cpus", "spans", "weight", "array"),
+        *("metric", "mode", "search", "eta", "steps_min", "target"),
+    )
 )
 _WRITTEN = {name: word for word, (name, _) in WORDS.items()}
 #: The names of an app's fields, those of its requirements among them.
