@@ -6,6 +6,7 @@ import itertools
 import os
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
@@ -13,6 +14,8 @@ from typing import Self
 from msgspec import Struct
 
 SAMPLE_S = 0.06
+#: A busy machine may take samples farther apart. In two such times jobs may have taken turns, and did not meet.
+GAP_MAX_S = 0.15
 #: A parked training thread uses none; one mini-batch of the smallest script takes several times as much.
 IDLE_NS_MAX = 300_000
 
@@ -35,7 +38,8 @@ class GpuWatch:
     """Samples all processes with checkpoints, or a node agent, under `folder`; `conflicts` says who met on a GPU.
 
     Two may be on a GPU if one of them stands still, parked: its training thread uses no processor time. Between two
-    samples one may have parked and the other begun, so they meet only if both worked in two such times on end.
+    samples one may have parked and the other begun, so they meet only if both worked in two such times on end, neither
+    longer than `GAP_MAX_S`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +51,6 @@ class GpuWatch:
         self.conflicts: list[str] = []
         self.samples = 0
         self.now: list[Worker] = []  #: all training processes, as of the last sample
-        self.longest_gap_s = 0.0
         self.users: dict[str, list[str]] = {}  #: by GPU, the jobs that trained on it, one after the other
 
     def __enter__(self) -> Self:
@@ -71,12 +74,14 @@ class GpuWatch:
     def _run(self) -> None:
         last = time.monotonic()
         while not self._stopping.wait(SAMPLE_S):
-            self.now = self.workers()
-            self._judge({(worker.pid, worker.start_ticks): worker for worker in self.now})
-            self.samples += 1
-            self.longest_gap_s, last = max(self.longest_gap_s, time.monotonic() - last), time.monotonic()
+            began, self.now = time.monotonic(), self.workers()
+            ended = time.monotonic()
+            self.judge(self.now, gap_s=ended - last)
+            self.samples, last = self.samples + 1, began
 
-    def _judge(self, seen: dict[tuple[int, int], Worker]) -> None:
+    def judge(self, workers: Sequence[Worker], *, gap_s: float) -> None:
+        """Take in a sample that was done so long after the one before was begun."""
+        seen = {(worker.pid, worker.start_ticks): worker for worker in workers}
         awake = [worker for key, worker in seen.items() if self._is_awake(key, worker)]
         for worker in awake:
             for gpu in worker.gpus:
@@ -88,8 +93,9 @@ class GpuWatch:
             for one, other in itertools.combinations(sorted(awake, key=lambda worker: worker.task), 2)
             for gpu in set(one.gpus) & set(other.gpus)
         }
-        self.conflicts += sorted(met & self._met)
-        self._before, self._met = seen, met
+        if gap_s <= GAP_MAX_S:
+            self.conflicts += sorted(met & self._met)
+        self._before, self._met = seen, met if gap_s <= GAP_MAX_S else set()
 
     def _is_awake(self, key: tuple[int, int], worker: Worker) -> bool:
         before = self._before.get(key)
