@@ -117,6 +117,7 @@ class Cluster:
     """Its daemons, its apps, and what can be known of them without asking a daemon."""
 
     script = SCRIPT  #: of every training
+    owner = OWNER  #: of every app
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class Cluster:
         number = len(self.steps) + 1
         pace = ("--steps", str(steps), "--step-ms", str(step_ms), "--threads", "1", "--seed", str(number))
         spec = AppSpec(
-            trials=((sys.executable, str(self.script), str(self._told(f"{OWNER}-{number}")), *pace),),
+            trials=((sys.executable, str(self.script), str(self._told(f"{self.owner}-{number}")), *pace),),
             cwd=str(self.folder),
             checkpoint_root=str(self.folder / "checkpoints"),
             env=environment((), os.environ),
@@ -180,7 +181,7 @@ class Cluster:
         )
         with self.client() as client:
             app = client.submit(spec)
-        assert app == f"{OWNER}-{number}"
+        assert app == f"{self.owner}-{number}"
         self.steps[app] = steps
         return app
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -37,3 +39,13 @@ def vhost() -> str:
 def cluster(tmp_path: Path, broker: rabbitmq.PrivateRabbitMQ, vhost: str) -> Iterator[Cluster]:
     with running_cluster(tmp_path, broker, vhost) as made:
         yield made
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that every user can pass through to, as the gateway's own under /run is."""
+    folder = Path(tempfile.mkdtemp(prefix="gateway-"))
+    folder.chmod(0o755)
+    (folder / "run").mkdir()
+    yield folder
+    shutil.rmtree(folder)

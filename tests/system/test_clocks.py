@@ -5,18 +5,29 @@ The site is that of `test_survival`. A leader with a standby that stands still: 
 
 from __future__ import annotations
 
+import os
+import pwd
+import shlex
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
+from app_agent.gateway import GatewayConfig
+from arbiter.config import Gateway
+from arbiter.core.state.model import ArbiterSettings
+from protocol.bus.provision import gateway_commands
 from tests.support import wall_clock
+from tests.support.app_state import with_plain_ids
 from tests.support.cluster import SETTINGS, Cluster, DaemonProcess, running_cluster, started, until
-from tests.support.rabbitmq import PrivateRabbitMQ
+from tests.support.gateway import connected_as
+from tests.support.rabbitmq import PASSWORD, PrivateRabbitMQ
 from tests.support.wall_clock import WallClock
 
 pytestmark = [pytest.mark.full, pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -53,6 +64,56 @@ def test_training_outlives_an_app_agent_that_stands_still(impatient: Cluster) ->
     impatient.contest()
     assert impatient.pids() >= workers
     impatient.finish_without_a_scratch()
+
+
+class GatewayCluster(Cluster):
+    """A site whose users submit at a gateway; the tests do as the user nobody."""
+
+    owner = "nobody"
+
+    def __init__(self, folder: Path, broker: PrivateRabbitMQ, vhost: str, settings: ArbiterSettings) -> None:
+        super().__init__(folder, broker, vhost, settings)
+        for line in gateway_commands("login1", vhost=vhost):
+            words = shlex.split(line)[1:]
+            broker.control(*words, *([PASSWORD] if words[0] == "add_user" else []))
+        state = str(folder / "gateway")
+        with_plain_ids(replace(self.site.app, state_dir=state, owner=self.owner))
+        gateway = GatewayConfig(
+            "login1",
+            bus=broker.url("gateway-login1", vhost),
+            state_dir=state,
+            socket=str(self.site.socket),
+            beat_s=self.site.app.beat_s,
+        )
+        arbiter = replace(self.site.arbiter, gateways=(Gateway("login1"),))
+        self.arbiter = DaemonProcess("arbiter", arbiter, folder, "arbiter")
+        self.app_agent = DaemonProcess("gateway", gateway, folder, "gateway")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="connecting as another user needs root")
+def test_training_outlives_a_gateway_that_stands_still(
+    reachable: Path, broker: PrivateRabbitMQ, vhost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cryptography", reason="the package cryptography, in the extra `users`, is not installed")
+    settings = replace(SETTINGS, node_timeout_s=TIMEOUT_S, app_timeout_s=TIMEOUT_S)
+    site = GatewayCluster(reachable, broker, vhost, settings)
+    users, connect = pwd.getpwnam(site.owner), socket.socket.connect
+
+    def connect_as_user(made: socket.socket, address: Any) -> None:
+        if address != str(site.site.socket) or os.geteuid() == users.pw_uid:  # which is so in the user's own process
+            connect(made, address)
+            return
+        with connected_as(users.pw_uid, Path(address)) as theirs:
+            os.dup2(theirs.fileno(), made.fileno())
+
+    monkeypatch.setattr(socket.socket, "connect", connect_as_user)
+    with started(site):
+        site.fill(steps=400)
+        workers = site.pids()
+        stand_still(site.app_agent, lambda: site.wait_progress(30))
+        site.contest()
+        assert site.pids() >= workers
+        site.finish_without_a_scratch()
 
 
 def test_jobs_of_a_node_agent_that_stands_still_go_on_elsewhere_and_no_gpu_is_shared(impatient: Cluster) -> None:

@@ -7,11 +7,8 @@ import os
 import pwd
 import re
 import shlex
-import shutil
-import socket
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
 from itertools import count
 from pathlib import Path
@@ -72,7 +69,7 @@ from protocol.messages import (
     Requirements,
     TenantId,
 )
-from tests.support.gateway import Hand
+from tests.support.gateway import Hand, connected_as
 from tests.support.patience import PATIENCE_S
 from tests.support.rabbitmq import PASSWORD, PrivateRabbitMQ
 
@@ -80,24 +77,6 @@ NOBODY = pwd.getpwnam("nobody")
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="connecting as another user needs root")
 GPU = GpuId("GPU-0a")
 APP, JOB = AppId("nobody-xyz1"), JobId("nobody-xyz1.0")
-
-
-def connected_as(uid: int, path: Path) -> socket.socket:
-    """A connection that the kernel notes as another user's: that of a child process, which hands it over."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        child = os.fork()
-        if child == 0:
-            try:
-                os.setuid(uid)
-                connection = socket.socket(socket.AF_UNIX)
-                connection.connect(str(path))
-                socket.send_fds(theirs, [b"."], [connection.fileno()])
-            finally:
-                os._exit(0)
-        os.waitpid(child, 0)
-        _, (descriptor,), _, _ = socket.recv_fds(ours, 1, 1)
-        return socket.socket(fileno=descriptor)
 
 
 class Site:
@@ -164,16 +143,6 @@ async def gateway_site(
         finally:
             running.cancel()
     await link.close()
-
-
-@pytest.fixture
-def reachable() -> Iterator[Path]:
-    """A folder that every user can pass through to, as the gateway's own under /run is."""
-    folder = Path(tempfile.mkdtemp(prefix="gateway-"))
-    folder.chmod(0o755)
-    (folder / "run").mkdir()
-    yield folder
-    shutil.rmtree(folder)
 
 
 @needs_root
