@@ -226,7 +226,7 @@ class _Lines:
         return [self._rest.decode(errors="replace")] if self._rest else []
 
 
-def _until(for_: For) -> Until:
+def _goal_of(for_: For) -> Until:
     if for_ not in ("over", "running"):
         raise error_of(f"for_ is {for_!r}; choose 'over' or 'running'", USAGE)
     return "done" if for_ == "over" else "running"
@@ -363,7 +363,7 @@ class App:
             After `timeout` seconds.
         """
         record: AppRecord
-        (record,) = self._client.talk(streams.reached(self.id, _until(for_), timeout, answered=True))
+        (record,) = self._client.talk(streams.reached(self.id, _goal_of(for_), timeout, answered=True))
         return record
 
     def cancel(self) -> str:
@@ -536,7 +536,7 @@ class AsyncApp:
 
     async def wait(self, timeout: float | None = None, for_: For = "over") -> AppRecord:  # noqa: ASYNC109 - as `App`
         """Return its record once it is over, or running; raises WaitTimeoutError."""
-        told = self._client.talk(streams.reached(self.id, _until(for_), timeout, answered=True))
+        told = self._client.talk(streams.reached(self.id, _goal_of(for_), timeout, answered=True))
         record: AppRecord
         (record,) = [record async for record in told]
         return record

@@ -433,14 +433,14 @@ class ControlServer:
     async def _wait(self, app: AppId, until: str, timeout_s: float | None, hung_up: Callable[[], bool]) -> AppRecord:
         """Return the app's record once it is as wanted."""
         try:
-            await self._until(lambda: _reached(self._host.state.records[app], until), timeout_s, hung_up)
+            await self._reach(lambda: _reached(self._host.state.records[app], until), timeout_s, hung_up)
         except TimeoutError:
             record = self._host.state.records[app]
             sentence = f"{app} is still {record.state} after {timeout_s:g} s; `gpu-arbiter explain {app}` says why"
             raise ControlError(sentence, code=TIMED_OUT) from None
         return self._host.state.records[app]
 
-    async def _until(self, reached: Callable[[], bool], timeout_s: float | None, hung_up: Callable[[], bool]) -> None:
+    async def _reach(self, reached: Callable[[], bool], timeout_s: float | None, hung_up: Callable[[], bool]) -> None:
         """Return once it is so, looking again at each change of any record; raises TimeoutError."""
         news = asyncio.Event()
         self._news.add(news)
@@ -474,7 +474,7 @@ class ControlServer:
             apps = list(self._host.state.records) if app is None else [app]
             return self._as_changes(apps) | {"whole": app is None}
         with suppress(TimeoutError):
-            await self._until(lambda: bool(self._changed_after(int(number), app)), timeout_s, hung_up)
+            await self._reach(lambda: bool(self._changed_after(int(number), app)), timeout_s, hung_up)
         return self._as_changes(self._changed_after(int(number), app))
 
     def _as_changes(self, apps: Sequence[AppId]) -> dict[str, object]:

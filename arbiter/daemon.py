@@ -249,10 +249,10 @@ class _Performer:
         # The journal may have lost its end, and the broker its count. Nodes and app agents obey no epoch older than one
         # that they know, and cannot tell two arbiters of one epoch apart: a clock gives no second again.
         least = max(token, state.epoch + 1, int(self._wall()))
-        epoch = await self._away(partial(self._journal.next_epoch, least))
+        epoch = await self._journal_work(partial(self._journal.next_epoch, least))
         await self._follow()
         if state.epoch >= epoch:
-            epoch = await self._away(partial(self._journal.next_epoch, state.epoch + 1))
+            epoch = await self._journal_work(partial(self._journal.next_epoch, state.epoch + 1))
         if self._is_news:
             await self._configure()
             self._is_news = False
@@ -267,7 +267,7 @@ class _Performer:
             If our state differs, which is a bug of ours, or events are missing: we begin anew with its snapshot.
         """
         async with self._one_follower:
-            news = await self._away(self._journal.news)
+            news = await self._journal_work(self._journal.news)
             at = self._journal.last_seq - len(news.events)
             self._compare(at, news.marks)
             for seq, now, event in news.events:
@@ -290,16 +290,16 @@ class _Performer:
     async def _configure(self) -> None:
         """Take the settings into the state, at the time of the last event: until we lead no time passes for us."""
         state = self._arbiter.state
-        written = await self._away(partial(self._journal.get, "clock"))
+        written = await self._journal_work(partial(self._journal.get, "clock"))
         anchor = msgspec.json.decode(written, type=Anchor) if written else None
         self._clock = RecordedClock(self._journal.last_now, anchor, wall=self._wall)
         await self._write_anchor()
-        known = await self._away(partial(self._journal.get, "site"))
+        known = await self._journal_work(partial(self._journal.get, "site"))
         site = state.site or known or f"s-{secrets.token_hex(4)}"
         if site != known:
-            await self._away(partial(self._journal.set, "site", site))
+            await self._journal_work(partial(self._journal.set, "site", site))
         self._ledger.belong_to(site)
-        restored = await self._away(partial(self._journal.get, "restored"))
+        restored = await self._journal_work(partial(self._journal.get, "restored"))
         event = Configured(
             self._config.arbiter,
             site,
@@ -311,9 +311,9 @@ class _Performer:
         )
         self._journal.append(state.now, event)
         effects = self._arbiter.handle(event, state.now)
-        await self._away(self._journal.commit)
+        await self._journal_work(self._journal.commit)
         if restored:
-            await self._away(partial(self._journal.set, "restored", ""))
+            await self._journal_work(partial(self._journal.set, "restored", ""))
         for effect in effects:
             if isinstance(effect, Note | Record):
                 _perform(effect, self._ledger)
@@ -321,9 +321,9 @@ class _Performer:
     async def _write_anchor(self) -> None:
         assert self._clock is not None, "there is a clock from when it first leads"
         anchor = msgspec.json.encode(self._clock.anchor).decode()
-        await self._away(partial(self._journal.set, "clock", anchor))
+        await self._journal_work(partial(self._journal.set, "clock", anchor))
 
-    async def _away(self, work: Callable[[], FoundT]) -> FoundT:
+    async def _journal_work(self, work: Callable[[], FoundT]) -> FoundT:
         """Have the journal do something, in a thread if another process is waited for."""
         return await asyncio.to_thread(work) if self._journal.remote else work()
 
@@ -335,9 +335,9 @@ class _Performer:
             case Sell():
                 self.solver.ask(effect)
             case EpochTaken(epoch, site):
-                await self._away(partial(self._journal.take_epoch, epoch))
-                if await self._away(partial(self._journal.get, "site")) != site:
-                    await self._away(partial(self._journal.set, "site", site))
+                await self._journal_work(partial(self._journal.take_epoch, epoch))
+                if await self._journal_work(partial(self._journal.get, "site")) != site:
+                    await self._journal_work(partial(self._journal.set, "site", site))
                 self._ledger.belong_to(site)
             case Resign(why):
                 raise ConfigError(why)
@@ -406,7 +406,7 @@ class _Performer:
             return [report]
 
         def sum_up() -> list[ReportRow]:
-            with closing(self._ledger.beside()) as ledger:
+            with closing(self._ledger.for_reading()) as ledger:
                 return report.rows(ledger)
 
         try:

@@ -282,18 +282,18 @@ class Ledger:
             raise JournalError(
                 f"{tables.place} is of an older arbiter, or no ledger; start an arbiter of this version on it once"
             )
-        return cls._of(tables)
+        return cls._on_tables(tables)
 
     @classmethod
-    def _of(cls, tables: Tables) -> Self:
+    def _on_tables(cls, tables: Tables) -> Self:
         ledger = cls.__new__(cls)
         ledger._tables = tables
         ledger._newest = deque()
         return ledger
 
-    def beside(self) -> Self:
+    def for_reading(self) -> Self:
         """Open the same ledger once more, only to read, for another thread: it has all that was written before."""
-        return self._of(self._tables.beside())
+        return self._on_tables(self._tables.for_reading())
 
     @contextmanager
     def _reading(self) -> Iterator[None]:

@@ -53,7 +53,7 @@ class Tables(Protocol):
         """Return the names of the tables that are there."""
         ...
 
-    def beside(self) -> Tables:
+    def for_reading(self) -> Tables:
         """Open them once more, only to read, for another thread: with all that was written before."""
         ...
 
@@ -133,7 +133,7 @@ class SqliteTables:
         """Return the names of the tables that are there."""
         return {name for (name,) in self.read("SELECT name FROM sqlite_master WHERE type = 'table'")}
 
-    def beside(self) -> Tables:
+    def for_reading(self) -> Tables:
         """Open the file once more, only to read."""
         return SqliteTables.reader(Path(self.place))
 
@@ -178,7 +178,7 @@ class DatabaseReader:
         """Return the names of the tables that are there."""
         return {name for (name,) in self.read(_POSTGRES_NAMES)}
 
-    def beside(self) -> Tables:
+    def for_reading(self) -> Tables:
         """Return these: any thread may read them."""
         return self
 
@@ -211,9 +211,9 @@ class PostgresTables:
         """Return the names of the tables that are there."""
         return {name for (name,) in self.read(_POSTGRES_NAMES)}
 
-    def beside(self) -> DatabaseReader:
+    def for_reading(self) -> DatabaseReader:
         """Open them once more, only to read; what waits for the next commit is written first."""
-        return DatabaseReader(self._journal.beside())
+        return DatabaseReader(self._journal.for_reading())
 
     def forget_unwritten(self) -> None:
         """Forget what waits for the next commit."""

@@ -51,10 +51,10 @@ class Waits:
 
     def of(self, app: App) -> dict[str, Any]:
         """Return what an app that waits waits for: its `kind`, and the `ids` of apps where these are in its way."""
-        kind, ids = self._of(app)
+        kind, ids = self._kind_and_ids(app)
         return {"kind": kind, "ids": list(ids)}
 
-    def _of(self, app: App) -> tuple[str, Sequence[AppId]]:
+    def _kind_and_ids(self, app: App) -> tuple[str, Sequence[AppId]]:
         state = self._state
         if app.held_by:
             return "release", ()

@@ -514,7 +514,7 @@ class LikeWorker(Worker):
     def signal(self, how: Literal["terminate", "kill"]) -> None:
         """End by a signal, as late as live processes do."""
         if "leaving" in self.node.likes:
-            self.node.later(self.node.measured.ending_s, lambda: super(LikeWorker, self).signal(how))
+            self.node.call_later(self.node.measured.ending_s, lambda: super(LikeWorker, self).signal(how))
         else:
             super().signal(how)
 
@@ -524,7 +524,7 @@ class LikeWorker(Worker):
             super().finish(metrics)
             return
         self.say(Finished(self.training.facts.steps - 1, metrics))
-        self.node.later(self.node.measured.leaving_s, lambda: self._finish_now(metrics))
+        self.node.call_later(self.node.measured.leaving_s, lambda: self._finish_now(metrics))
 
     def _finish_now(self, metrics: dict[str, float]) -> None:
         if self.phase != "gone":
@@ -597,7 +597,7 @@ def simulate(options: demo.Options, measured: Measured, traits: tuple[str, ...] 
         for number, spec in enumerate(specs, 1):
             jobs = facts_of(number, spec, options, measured)
             at = ENROL_S + measured.submitted_s[spec.name]
-            world.at(at, lambda spec=spec, jobs=jobs: world.submit(spec.name, spec, jobs))
+            world.call_at(at, lambda spec=spec, jobs=jobs: world.submit(spec.name, spec, jobs))
         world.run(done=lambda: _settled(world) == len(specs) or world.now > WORLD_S)
     return heard
 

@@ -53,13 +53,13 @@ class _TalkingWorld(World):
 
     def __init__(self, *inputs: Any, **options: Any) -> None:
         super().__init__(*inputs, **options | {"talks": True, "beat_s": BEAT_S})
-        self.after(BEAT_S, self._progress)
+        self.call_later(BEAT_S, self._progress)
 
     def _progress(self) -> None:
         for node in self.nodes.values():
             for worker in node.workers.values():
                 worker._speak()
-        self.after(BEAT_S, self._progress)
+        self.call_later(BEAT_S, self._progress)
 
 
 class Sample(Struct, frozen=True):

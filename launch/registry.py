@@ -140,17 +140,17 @@ def _whole(text: str, bounds: Any) -> bool:
     """Return whether a text is a whole number within bounds."""
     if not (text.isascii() and text.removeprefix("-").isdigit()):
         return False
-    return _within(int(text), bounds)
+    return _is_between(int(text), bounds)
 
 
 def _decimal(text: str, bounds: Any) -> bool:
     """Return whether a text is a plain decimal number within bounds."""
     whole, _, part = text.removeprefix("-").partition(".")
     plain = text.isascii() and (whole + part).isdigit()
-    return plain and _within(float(text), bounds)
+    return plain and _is_between(float(text), bounds)
 
 
-def _within(value: float, bounds: Any) -> bool:
+def _is_between(value: float, bounds: Any) -> bool:
     low, high = bounds.min, bounds.max
     return (low is None or value >= low) and (high is None or value <= high)
 

@@ -251,16 +251,16 @@ def read(words: Sequence[str], refusals: Refusals, where: str = "") -> tuple[Val
             rest.appendleft(f"-{equals}")
             value = ""
         elif flag.value == "none" and equals:
-            raise usage(f"{name} takes no value, and has {value!r}{_at(where)}", f"write {name} alone")
+            raise usage(f"{name} takes no value, and has {value!r}{_place_clause(where)}", f"write {name} alone")
         elif flag.value == "needed" and not equals:
             if not rest:
-                raise usage(f"{name} has no value{_at(where)}", f"write one after it; {PAGE}, says which")
+                raise usage(f"{name} has no value{_place_clause(where)}", f"write one after it; {PAGE}, says which")
             value = rest.popleft()
         values[flag.name] = value
     return values, list(rest)
 
 
-def _at(where: str) -> str:
+def _place_clause(where: str) -> str:
     return f", in {where}" if where else ""
 
 
@@ -378,7 +378,7 @@ def _wishes(values: Values, notes: list[str]) -> dict[str, Any]:
     wishes |= {"priority": -_nice(values["nice"])} if "nice" in values else {}
     wishes |= {"time_limit": limit} if (limit := _time(values.get("time", "0"))) else {}
     wishes |= {"grace": _grace(values["signal"], notes)} if "signal" in values else {}
-    wishes |= {"after": after} if (after := _after(values.get("dependency", ""))) else {}
+    wishes |= {"after": after} if (after := _dependencies(values.get("dependency", ""))) else {}
     return wishes
 
 
@@ -588,7 +588,7 @@ def _grace(text: str, notes: list[str]) -> str:
 _KINDS = {"afterok": "ok", "afterany": "any"}
 
 
-def _after(text: str) -> list[str]:
+def _dependencies(text: str) -> list[str]:
     """Return the dependencies as `submit` reads them."""
     after = []
     if "?" in text:

@@ -175,14 +175,14 @@ def clocks(word: Word) -> Iterator[Check]:
         )
         return
     worst = sorted(off, key=lambda name: -abs(off[name]))
-    said = ", ".join(f"{name} {_ahead(off[name])}" for name in worst[:NAMED_MAX]) + _more(worst)
+    said = ", ".join(f"{name} {_offset_words(off[name])}" for name in worst[:NAMED_MAX]) + _more(worst)
     verdict: CheckVerdict = "fail" if abs(off[worst[0]]) > CLOCK_FAIL_S else "note"
     yield Check(
         "clocks", verdict, f"by the arbiter's clock {said}", "set the clocks of all hosts by NTP, such as chrony"
     )
 
 
-def _ahead(seconds: float) -> str:
+def _offset_words(seconds: float) -> str:
     return f"is {abs(seconds):.0f} s {'ahead' if seconds > 0 else 'behind'}"
 
 

@@ -236,7 +236,7 @@ def public_key(folder: Path) -> str:
     """
     path = _private(folder)
     public = path.with_name(f"{path.name}.pub")
-    with _alone(folder):
+    with _locked(folder):
         if not (path.exists() and public.exists()):
             path.unlink(missing_ok=True)
             made = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "gpu-arbiter", "-f", str(path)]
@@ -261,7 +261,7 @@ def _know_host(folder: Path, host: str, key: str) -> None:
         raise Fault(f"the node of {host} has told no host key", next_step="tell an administrator")
     path = folder / "known_hosts"
     name = host.lower()  # as ssh looks for it
-    with _alone(folder):
+    with _locked(folder):
         lines = path.read_text().splitlines() if path.exists() else []
         others = [line for line in lines if line.partition(" ")[0] != name]
         beside = path.with_name(f"{path.name}.tmp")
@@ -270,7 +270,7 @@ def _know_host(folder: Path, host: str, key: str) -> None:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def _locked(folder: Path) -> Iterator[None]:
     """Have the files of the folder for this command alone: editors open several connections at once."""
     try:
         with (folder / "lock").open("w") as lock:

@@ -43,7 +43,7 @@ def checkpoint(worker: Worker, effect: CheckpointProcess) -> None:
         ok, reason = not (refused or lost), "the imaginary driver would not" if refused or lost else ""
         node.post(ProcessCheckpointed(effect.task, effect.do, ok, reason, lost, seconds, bytes_))
 
-    node.later(seconds, done)
+    node.call_later(seconds, done)
 
 
 def impossible(effect: CheckpointProcess) -> ProcessCheckpointed:

@@ -95,9 +95,9 @@ class SimNode:
         self.complaints: list[str] = []  #: of what it has obeyed, and the arbiter does not know
         self.workers: dict[TaskId, Worker] = {}
         self.sick: dict[GpuId, str] = {}
-        self.on: dict[GpuId, list[Worker]] = {gpu.id: [] for gpu in self.gpus}  #: processes by device, parked or not
+        self.by_device: dict[GpuId, list[Worker]] = {gpu.id: [] for gpu in self.gpus}  #: parked ones, too
         self.dice = Random(f"driver {spec.id}")  # noqa: S311 - repeatable, not secret
-        self._mps = MpsServers(self.on, later=self.later, post=post) if traits.mps or costs.mps else None
+        self._mps = MpsServers(self.by_device, later=self.call_later, post=post) if traits.mps or costs.mps else None
         self._facts_of = facts_of
         self._gpus_of = gpus_of
         self._asked = 0  #: the newest measurement that this incarnation asked for
@@ -156,7 +156,7 @@ class SimNode:
         for worker in self.workers.values():
             worker.end(WorkerGone(worker.task, reason="the node was restarted"))
 
-    def later(self, seconds: float, then: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, then: Callable[[], None]) -> None:
         """Run `then` so many seconds from now, or later where the node is slow."""
         if seconds > 0.0:
             self.at(seconds * self.traits.slow, then)
@@ -169,7 +169,9 @@ class SimNode:
             case TakeSample(mark):
                 self._asked = mark
                 asker = self.incarnation
-                self.later(self.costs.sample_s, lambda: self._take_sample(mark) if self.incarnation == asker else None)
+                self.call_later(
+                    self.costs.sample_s, lambda: self._take_sample(mark) if self.incarnation == asker else None
+                )
             case StartWorker():
                 self._start(effect)
             case OrderWorker(task) | CheckpointProcess(task) | SignalWorker(task) | NoteWorker(task):
@@ -225,13 +227,13 @@ class SimNode:
         worker.mps = self._mps is not None and self._mps.takes(effect)
         training.parts[worker.task] = worker
         for device in worker.devices:
-            self.on[device].append(worker)
+            self.by_device[device].append(worker)
         account = worker.account
         if account.first_start_s is None:
             account.first_start_s = self.now()
         self.post(WorkerStarted(worker.task, worker.pid, mps=worker.mps))
         restore_s = self.costs.restore_s if training.start_s > 0.0 else 0.0
-        self.later(self.costs.start_s + restore_s, worker.greet)
+        self.call_later(self.costs.start_s + restore_s, worker.greet)
 
     # --- measuring ----------------------------------------------------------------------------------------------------
 
@@ -254,12 +256,13 @@ class SimNode:
 
     def _take_sample(self, mark: int) -> None:
         samples = tuple(
-            self._measured(gpu) if self.on[gpu.id] or gpu.id in self.sick else self._idle[gpu.id] for gpu in self.gpus
+            self._measured(gpu) if self.by_device[gpu.id] or gpu.id in self.sick else self._idle[gpu.id]
+            for gpu in self.gpus
         )
         self.post(Sampled(mark, samples))
 
     def _measured(self, gpu: Gpu) -> GpuSample:
-        here = self.on[gpu.id]
+        here = self.by_device[gpu.id]
         processes = tuple(
             GpuProcess(worker.pid, worker.shown_bytes, worker.task) for worker in here if worker.memory_bytes
         )

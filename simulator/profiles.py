@@ -220,7 +220,7 @@ def _placement(file: Path) -> _Apart:
     for row in _rows(file, ("cluster", "model", "gpus", "packed_nodes", "slowdown_median")):
         if row["cluster"] == PLACEMENT_CLUSTER and row["packed_nodes"] == "1":
             _collect(found, file, row, "gpus", "slowdown_median")
-    return _apart(found)
+    return _median_apart(found)
 
 
 def _consolidation(file: Path) -> _Apart:
@@ -229,7 +229,7 @@ def _consolidation(file: Path) -> _Apart:
     for row in _rows(file, ("gpu_type", "model", "scale_factor", "slowdown")):
         if row["gpu_type"] == THROUGHPUT_GPU:
             _collect(found, file, row, "scale_factor", "slowdown")
-    return _apart(found)
+    return _median_apart(found)
 
 
 def _collect(
@@ -240,7 +240,7 @@ def _collect(
     sizes.setdefault(round(_number(file, row, size)), []).append(_number(file, row, value))
 
 
-def _apart(found: Mapping[str, Mapping[int, Sequence[float]]]) -> _Apart:
+def _median_apart(found: Mapping[str, Mapping[int, Sequence[float]]]) -> _Apart:
     """Return the median of each; where lying apart was measured to be faster it counts as no slower."""
     return {
         model: {size: _apart_of(max(1.0, median(values))) for size, values in sorted(sizes.items())}
@@ -273,7 +273,7 @@ def _pairs(file: Path) -> _Pairs:
             one = kind_of(a, round(_number(file, row, "batch_a")))
             other = kind_of(b, round(_number(file, row, "batch_b")))
             kinds[one, other], kinds[other, one] = _at_most_1(speeds), _at_most_1(speeds[::-1])
-    return {pair: _together(speeds) for pair, speeds in found.items()} | kinds
+    return {pair: _median_pair(speeds) for pair, speeds in found.items()} | kinds
 
 
 def _at_most_1(speeds: tuple[float, float]) -> tuple[float, float]:
@@ -305,7 +305,7 @@ def _memory(pairs: Mapping[tuple[str, str], tuple[float, float]]) -> dict[str, f
     return found
 
 
-def _together(speeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
+def _median_pair(speeds: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return the median of the pairs that fitted, at most 1; (0, 0) if most did not."""
     fitting = [pair for pair in speeds if pair != (0.0, 0.0)]
     if 2 * len(fitting) < len(speeds):

@@ -117,7 +117,7 @@ class Simulation:
         self.shared = settings.sharing != "exclusive"
         self.memory_bytes = min((node.memory_bytes for node in cluster.nodes), default=0)
         self.world = World(cluster, settings, costs, wire=wire, talks=self.shared, tells=False)
-        self.world.on_over = self._over
+        self.world.on_over = self._note_end
         self.world.on_lease = self._lease
         self.world.on_account = self._account
         self.world.on_round = self._round
@@ -141,8 +141,8 @@ class Simulation:
         """Run the simulation and return its result."""
         world = self.world
         for app in self.workload.apps:
-            world.at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
-        world.after(INTERVAL_S, self._look_at_tenants)
+            world.call_at(app.submit_s - self.start_s, lambda app=app: self._submit(app))  # type: ignore[misc]
+        world.call_later(INTERVAL_S, self._look_at_tenants)
         total = len(self.workload.apps)
         last_s = max((app.submit_s - self.start_s for app in self.workload.apps), default=0.0)
         # Jobs that their search dropped, or that have just ended, still have to leave their GPUs and be booked.
@@ -182,9 +182,9 @@ class Simulation:
             spec = replace(spec, requirements=replace(spec.requirements, spans=False))
         facts = facts_of(plan, spec, self._slowdown(plan.model), saves=self.costs.saves)
         host_of = AppHost if self.host_of is None else self.host_of(plan, facts)
-        world.submit(plan.id, spec, self._beside(plan, facts) if self.shared else facts, host_of)
+        world.submit(plan.id, spec, self._with_shared_figures(plan, facts) if self.shared else facts, host_of)
 
-    def _beside(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
+    def _with_shared_figures(self, plan: AppPlan, facts: list[JobFacts]) -> list[JobFacts]:
         """Add the figures of jobs that share a GPU."""
         profiles, kind = self.profiles, kind_of(plan.model, plan.batch_size)
         peak_bytes = max(1, int(profiles.memory_share(kind) * self.memory_bytes) - CONTEXT_BYTES)
@@ -205,7 +205,7 @@ class Simulation:
             return lambda gpus, level: 1.0  # noqa: ARG005
         return lambda gpus, level: self.profiles.slowdown(model, gpus, level)
 
-    def _over(self, sim_app: SimApp) -> None:
+    def _note_end(self, sim_app: SimApp) -> None:
         world = self.world
         self.jobs_over += len(sim_app.jobs)
         if self.progress is not None:
@@ -240,7 +240,7 @@ class Simulation:
             figures = (standing.allocated_gpu_s, standing.fair_gpu_s, standing.other_gpu_s)
             self.tenants.append(TenantPoint(now + self.start_s, name, *figures))
         if self.world.next_s < QUIET_S / 2:
-            self.world.after(INTERVAL_S, self._look_at_tenants)
+            self.world.call_later(INTERVAL_S, self._look_at_tenants)
 
     def _round(self, record: object) -> None:
         self.rounds += 1

@@ -313,11 +313,11 @@ def _rate(training: Training) -> tuple[float, bool]:
             if len(here) > 1:
                 others = [each for each in here if each.training is not training and each.training.since is not None]
                 crowded = crowded or bool(others)
-                least = min(least, math.prod(_beside(part, other) for other in others))
+                least = min(least, math.prod(_speed_beside(part, other) for other in others))
     return training.speed * least, crowded
 
 
-def _beside(part: Part, other: Part) -> float:
+def _speed_beside(part: Part, other: Part) -> float:
     """Return the speed of a process beside another on its GPU, relative to its speed alone."""
     facts, kind = part.training.facts, other.training.facts.kind
     return facts.overlapping(kind) if part.mps and other.mps else facts.beside(kind)

@@ -76,11 +76,11 @@ class OwnNode(Protocol):
     taken: Callable[[Sequence[GpuId]], bool]
 
     @property
-    def on(self) -> Mapping[GpuId, list[Worker]]:
+    def by_device(self) -> Mapping[GpuId, list[Worker]]:
         """The workers on each device, parked or not."""
         ...
 
-    def later(self, seconds: float, then: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, then: Callable[[], None]) -> None:
         """Run `then` so many seconds from now, at this node's speed."""
         ...
 
@@ -133,7 +133,7 @@ class Worker:
 
     def sharing(self, device: GpuId) -> Sequence[Worker]:
         """Return all workers on that device of its node."""
-        return self.node.on[device]
+        return self.node.by_device[device]
 
     def adopted(self) -> AdoptedWorker:
         """Return its description for a new node agent."""
@@ -298,7 +298,7 @@ class Worker:
             if self.phase == "running":
                 self.say_progress(self._steps(), {}, order.seq)
 
-        node.later(training.boundary_s(node.now()) if node.costs.boundaries else 0.0, answer)
+        node.call_later(training.boundary_s(node.now()) if node.costs.boundaries else 0.0, answer)
 
     def save(self, order: Order, *, leaving: bool) -> None:
         """Save a checkpoint at the end of the mini-batch; then leave, if told so."""
@@ -321,7 +321,7 @@ class Worker:
                 self.phase = "saving"
                 training.halt()
             own_s = training.facts.leave_s if leaving else None
-            node.later(node.costs.checkpoint_s if own_s is None else own_s, saved)
+            node.call_later(node.costs.checkpoint_s if own_s is None else own_s, saved)
 
         def saved() -> None:
             if self.phase == "gone":
@@ -331,7 +331,7 @@ class Worker:
             if leaving:
                 self.lose(WorkerGone(self.task, exit_code=EXIT_REQUEUE))
 
-        node.later(wait_s, stand)
+        node.call_later(wait_s, stand)
 
     def _park(self, order: Order) -> None:
         training, node = self.training, self.node
@@ -356,7 +356,7 @@ class Worker:
         self.phase = "parking"
         wait_s = training.boundary_s(node.now()) if node.costs.boundaries else 0.0
         training.stand()
-        node.later(wait_s + node.costs.suspend_s, parked)
+        node.call_later(wait_s + node.costs.suspend_s, parked)
 
     def _resume(self, order: Order) -> None:
         self.training.holds.pop(self.task, None)
@@ -379,7 +379,7 @@ class Worker:
             self.training.go_on()
             self._show_memory()
 
-        self.node.later(self.node.costs.resume_s, resumed)
+        self.node.call_later(self.node.costs.resume_s, resumed)
 
     def rest(self) -> None:
         """Become parked."""
@@ -390,10 +390,10 @@ class Worker:
     def move(self, moves: Mapping[GpuId, GpuId]) -> None:
         """Be on other devices from now on, where `moves` says so."""
         for device in self.devices:
-            self.node.on[device].remove(self)
+            self.node.by_device[device].remove(self)
         self.devices = tuple([moves.get(device, device) for device in self.devices])
         for device in self.devices:
-            self.node.on[device].append(self)
+            self.node.by_device[device].append(self)
 
     # --- ends ---------------------------------------------------------------------------------------------------------
 
@@ -436,5 +436,5 @@ class Worker:
         self.gone = how
         self.ended_at = now
         for device in self.devices:
-            self.node.on[device].remove(self)
+            self.node.by_device[device].remove(self)
         self.training.lose_part(self.task)

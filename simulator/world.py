@@ -286,7 +286,7 @@ class World:
             self.costs,
             self.storage,
             now=lambda: self.now,
-            at=self.after,
+            at=self.call_later,
             post=lambda event: self._hear_node(party, event),
             facts_of=self._facts_of,
             gpus_of=self._gpus_of,
@@ -412,11 +412,11 @@ class World:
         """The time of the next event that is due by itself; infinite if there is none."""
         return self._queue[0][0] if self._queue else inf
 
-    def after(self, seconds: float, then: Callable[[], None]) -> None:
+    def call_later(self, seconds: float, then: Callable[[], None]) -> None:
         """Run `then` so many seconds from now."""
-        self.at(self.now + seconds, then)
+        self.call_at(self.now + seconds, then)
 
-    def at(self, time: float, then: Callable[[], None]) -> None:
+    def call_at(self, time: float, then: Callable[[], None]) -> None:
         """Run `then` at that time."""
         heapq.heappush(self._queue, (max(time, self.now), _EVENT, next(self._numbers), then))
 
@@ -529,7 +529,7 @@ class World:
         delays = (self.costs.message_s,) if self._route is None else self._route(sender, send.to, message, self.now)
         for delay in delays:
             if delay > 0.0:
-                self.after(delay, lambda: self._deliver(receiver, event))
+                self.call_later(delay, lambda: self._deliver(receiver, event))
             else:
                 self._deliver(receiver, event)
 
@@ -586,6 +586,6 @@ class World:
                 self._tell(arbiter, answer)
 
         if self.costs.decide_s > 0.0:
-            self.after(self.costs.decide_s, answered)
+            self.call_later(self.costs.decide_s, answered)
         else:
             answered()

@@ -96,7 +96,7 @@ def _tells_steps(process: TrainingState) -> bool:
     return process.boundaries > 0 or process.explicit
 
 
-def _over(process: TrainingState) -> bool:
+def _is_done(process: TrainingState) -> bool:
     return _tells_steps(process) or not process.link.connected
 
 
@@ -106,7 +106,7 @@ def _run(process: TrainingState, seq: int) -> None:
         if not process.peak_bytes:
             process_memory.forget_peak(())
         window: list[int] = []
-        for samples, last in read(process_memory.allocations, WINDOW_S, lambda: _over(process)):
+        for samples, last in read(process_memory.allocations, WINDOW_S, lambda: _is_done(process)):
             process.link.say(
                 {
                     "type": "counted",

@@ -201,7 +201,7 @@ class AppView(Struct, frozen=True):
 
     @property
     def chunk(self) -> int:
-        """Its GPUs on each machine are a multiple of this."""
+        """Its GPUs on each node are a multiple of this."""
         return 1 if self.spans else self.gang
 
     @property

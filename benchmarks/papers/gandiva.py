@@ -228,7 +228,7 @@ def _run(case: Case) -> Figures:
     with without(case.mode.means):
         simulation = Simulation(workload, cluster, quiet(settings), DEFAULT, measured(shared_folder() / "traces"))
         done: list[float] = []
-        simulation.world.at(window_s, lambda: done.append(useful_gpu_s(simulation)))
+        simulation.world.call_at(window_s, lambda: done.append(useful_gpu_s(simulation)))
         found = simulation.run()
     done.append(fsum(app.useful_gpu_s for app in found.apps))  # of no account, unless it was over before
     figures = summary(found)

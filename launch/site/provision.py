@@ -164,15 +164,15 @@ def _merged(before: Record, wishes: Wishes) -> Record:
         mend = f"one of these may go: {', '.join(sorted(removable))}" if removable else "it has no participant yet"
         raise usage(f"--remove: {name} is no node, owner, gateway or broker of this site", mend)
 
-    def together(role: str, old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
+    def merged(role: str, old: Sequence[str], new: Sequence[str]) -> tuple[str, ...]:
         return tuple(sorted(each for each in {*old, *new} if f"{role}-{each}" not in gone))
 
     return replace(
         before,
         hosts=_merged_hosts(before, wishes),
-        nodes=together("node", before.nodes, wishes.nodes),
-        owners=together("app", before.owners, wishes.owners),
-        gateways=together("gateway", before.gateways, wishes.gateways),
+        nodes=merged("node", before.nodes, wishes.nodes),
+        owners=merged("app", before.owners, wishes.owners),
+        gateways=merged("gateway", before.gateways, wishes.gateways),
         vhost=wishes.vhost or before.vhost,
         prefix=wishes.prefix or before.prefix,
         installed=wishes.installed or before.installed,
@@ -302,10 +302,10 @@ class _Run:
 
     def _made(self, path: str) -> bytes:
         """Return a file as an earlier run made it; empty if it is not there, or another's."""
-        text = self._there(path)
+        text = self._found(path)
         return text if text and self._is_ours(path, text) else b""
 
-    def _there(self, path: str) -> bytes | None:
+    def _found(self, path: str) -> bytes | None:
         try:
             return (self.folder / path).read_bytes()
         except FileNotFoundError:
@@ -325,7 +325,7 @@ class _Run:
             With that file.
         """
         for path in (*self._wanted, *self._obsolete):
-            text = self._there(path)
+            text = self._found(path)
             if text is None or text == self._wanted.get(path) or self._is_ours(path, text):
                 continue
             raise usage(
@@ -337,7 +337,7 @@ class _Run:
 
     def write(self) -> Sequence[Path]:
         """Write what is new or other than before; return the paths. The next run mends a write that was cut short."""
-        new = {path: text for path, text in self._wanted.items() if self._there(path) != text}
+        new = {path: text for path, text in self._wanted.items() if self._found(path) != text}
         after = {path: (_fingerprint(text),) for path, text in self._wanted.items()}
         kept = {path: marks for path, marks in self.record.files.items() if path not in self._obsolete}
         during = {path: tuple({*self.record.files.get(path, ()), *after.get(path, ())}) for path in {*kept, *after}}

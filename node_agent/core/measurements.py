@@ -45,7 +45,7 @@ def _note_use(node: NodeState, samples: tuple[GpuSample, ...]) -> None:
     if all(sample.utilisation is None for sample in samples):
         return
     here = {sample.gpu: sample for sample in samples}
-    for task in alone(node):
+    for task in tasks_alone(node):
         own = [here[device] for device in task.devices if device in here]
         utilisation = _smoothed(task.facts.utilisation, [sample.utilisation for sample in own])
         load = _smoothed(task.facts.load, [sample.load for sample in own])
@@ -81,7 +81,7 @@ def _untold(node: NodeState) -> list[Task]:
     return [task for task in node.in_order() if isinstance(task.state, Running) and task.facts.source != "steps"]
 
 
-def alone(node: NodeState) -> list[Task]:
+def tasks_alone(node: NodeState) -> list[Task]:
     """Return the running tasks that have their devices to themselves at the moment."""
     users = Counter(device for task in node.tasks.values() if task.occupies for device in task.devices)
     running = (task for task in node.in_order() if isinstance(task.state, Running))
@@ -90,5 +90,5 @@ def alone(node: NodeState) -> list[Task]:
 
 def unmeasured(node: NodeState) -> dict[TaskId, tuple[GpuId, ...]]:
     """Return the tasks that do not tell their mini-batch time, with the devices that may show it: those all theirs."""
-    single = {task.id for task in alone(node)}
+    single = {task.id for task in tasks_alone(node)}
     return {task.id: tuple(sorted(task.devices)) if task.id in single else () for task in _untold(node)}

@@ -312,7 +312,7 @@ class Packs:
                     continue
                 if self._fits(one, other, memory_bytes):
                     return Pairing(
-                        (one.task, other.task), pair, self._until((one.task, other.task), now), uneven=uneven
+                        (one.task, other.task), pair, self._deadline((one.task, other.task), now), uneven=uneven
                     )
         return None
 
@@ -334,10 +334,10 @@ class Packs:
         """Both tasks of a pair that is tried run now: time it from here."""
         pairing = self._pairings.get(task)
         if pairing is not None and pairing.gain is None:
-            self._put(replace(pairing, rates=(), until=self._until(pairing.tasks, now)))
+            self._put(replace(pairing, rates=(), until=self._deadline(pairing.tasks, now)))
             self.restart(pairing.tasks)
 
-    def _until(self, tasks: Iterable[TaskId], now: float) -> float:
+    def _deadline(self, tasks: Iterable[TaskId], now: float) -> float:
         return now + PATIENCE * max(self._steps / self._alone[task] for task in tasks) + ASK_S_MAX
 
     def cap_bytes(self, one: Candidate, other: Candidate, memory_bytes: int) -> int:

@@ -119,7 +119,7 @@ class Gpus:
                 return f"{gpu} is still used by task {task.id}"
         if self._sampled_mark < self._touched.get(gpu, 0):
             return f"{gpu} is being measured"
-        return self._occupied(sample, self._on(sample.gpu, tasks))
+        return self._occupied(sample, self._tasks_on(sample.gpu, tasks))
 
     def obstacle_to(self, task: Task, tasks: Mapping[TaskId, Task], *, beside: TaskId | None = None) -> str:
         """Say why `task` may not use its devices now, alone or with the task `beside` it; or return an empty string."""
@@ -130,7 +130,7 @@ class Gpus:
         unusable = self._unusable(gpu, sample)
         if unusable or sample is None:
             return unusable
-        here = self._on(sample.gpu, tasks)
+        here = self._tasks_on(sample.gpu, tasks)
         for other in here:
             if other.occupies and other.id not in (task.id, beside):
                 return f"{gpu} is still used by task {other.id}"
@@ -169,7 +169,7 @@ class Gpus:
             return f"{gpu} cannot be measured: {sample.unmeasured}"
         return "" if sample.healthy else f"{gpu} is not healthy: {sample.detail}"
 
-    def _on(self, device: GpuId, tasks: Mapping[TaskId, Task]) -> list[Task]:
+    def _tasks_on(self, device: GpuId, tasks: Mapping[TaskId, Task]) -> list[Task]:
         """Return the tasks with a seat on `device`."""
         if self._plain:
             return [task for task in tasks.values() if device in task.gpus]
@@ -208,7 +208,7 @@ class Gpus:
             sample = self._samples.get(device_of(gpu))
             if sample is None or self._blind or sample.unmeasured or self._sampled_mark < self._touched.get(gpu, 0):
                 continue
-            here = self._on(sample.gpu, tasks)
+            here = self._tasks_on(sample.gpu, tasks)
             withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
             kept = sum(_bytes_of(task.id, sample.processes))
             if kept <= allowed and withheld and self._left_last(gpu, here) and not _explained(sample, allowed):
@@ -264,7 +264,7 @@ class Gpus:
         self, sample: GpuSample, gpu: GpuId, tasks: Mapping[TaskId, Task], awaited: Collection[TaskId]
     ) -> GpuStatus:
         """Return the status of a seat: the last one while all that it follows from is the same."""
-        here, measured = self._on(sample.gpu, tasks), self._sampled_mark >= self._touched.get(gpu, 0)
+        here, measured = self._tasks_on(sample.gpu, tasks), self._sampled_mark >= self._touched.get(gpu, 0)
         returning = [task.id for task in here if task.id in awaited]
         grounds = (sample, here, returning, measured, self._blind, self._blind_for_long)
         known = self._told.get(gpu)

@@ -122,7 +122,7 @@ def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order
     if wish.do not in TOGETHER:
         doing = Doing(wish, wish.seq)
         return replace(ranks, phase=doing if wish.do in ("resume", "probe") else ranks.phase), [wish]
-    return _hold(ranks, wish, _ahead(ranks), next_seq)
+    return _hold(ranks, wish, _steps_ahead(ranks), next_seq)
 
 
 def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
@@ -157,7 +157,7 @@ def parted(ranks: Ranks, rank: int) -> Ranks:
 # --- phase 1 --------------------------------------------------------------------------------------------------------
 
 
-def _ahead(ranks: Ranks) -> int:
+def _steps_ahead(ranks: Ranks) -> int:
     step_s = max((line.step_s for line in ranks.news.values()), default=0.0)
     return AHEAD_STEPS + math.ceil(STALE_S / step_s) if step_s > 0 else AHEAD_STEPS_BLIND
 
@@ -217,7 +217,7 @@ def _answered(ranks: Ranks, rank: int, line: FromWorker) -> tuple[Ranks, list[Or
     phase = replace(phase, answers={**phase.answers, rank: line})
     if len(phase.answers) < ranks.world:
         return replace(ranks, phase=phase), [], None
-    return replace(ranks, phase=None, news=_caught_up(ranks, phase)), [], _together(phase)
+    return replace(ranks, phase=None, news=_caught_up(ranks, phase)), [], _joint_answer(phase)
 
 
 def _caught_up(ranks: Ranks, phase: Doing) -> dict[int, Progress]:
@@ -226,7 +226,7 @@ def _caught_up(ranks: Ranks, phase: Doing) -> dict[int, Progress]:
     return {rank: replace(line, step=max(line.step, steps.get(rank, -1))) for rank, line in ranks.news.items()}
 
 
-def _together(phase: Doing) -> FromWorker:
+def _joint_answer(phase: Doing) -> FromWorker:
     """Return the answers of all ranks as one, to the order `wish`."""
     lines = [phase.answers[rank] for rank in sorted(phase.answers)]
     seq = phase.wish.seq
@@ -290,7 +290,7 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
     return ranks, orders, line
 
 
-def again(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
+def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
     """Return the orders to repeat after a reconnect, so that `wish` is obeyed; a repeated order is done once."""
     match ranks.phase:
         case Holding(wish=Order(seq=seq), at_step=at_step) as phase if seq == wish.seq:

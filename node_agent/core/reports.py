@@ -34,7 +34,7 @@ def report(node: NodeState) -> None:
     if not (node.adopted and node.gpus.known):
         return
     report = statuses(node)
-    significant = (report.epoch, report.plan_seq, _still(report))
+    significant = (report.epoch, report.plan_seq, _urgent_part(report))
     due = node.beat_at is None or node.now >= node.beat_at
     due = due or (node.figures_at is not None and node.now >= node.figures_at)
     changed = significant != node.reported
@@ -175,7 +175,7 @@ def _no_numbers(diverged: Sequence[str]) -> str:
     return f"reports no number for {', '.join(diverged)}"[:REASON_CHARS_MAX] if diverged else ""
 
 
-def _still(report: NodeReport) -> tuple[object, ...]:
+def _urgent_part(report: NodeReport) -> tuple[object, ...]:
     """Return the part of a report that cannot wait for the beat: all but the figures that change at every step."""
     gpus = tuple(replace(gpu, used_bytes=0) for gpu in report.gpus)
     tasks = tuple(

@@ -171,7 +171,7 @@ def _hello(node: NodeState, task: Task, line: Hello) -> None:
         case Suspending() | Resuming() | Vacating():
             ladder = task.state.ladder
             if ladder.order is not None and ladder.rung in ("ordered", "probed"):
-                ranks, orders = rank_sync.again(task.ranks, ladder.order, node.next_order_seq)
+                ranks, orders = rank_sync.repeated_orders(task.ranks, ladder.order, node.next_order_seq)
                 node.put(replace(task, ranks=ranks))
                 node.effects += [OrderWorker(task.id, order) for order in orders]
         case Running() if task.ranks.told_to_stand is not None:

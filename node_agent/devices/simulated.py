@@ -153,9 +153,9 @@ class SimulatedBackend:
 
     def processes(self, gpu: GpuId) -> Sequence[Process]:
         """Return every process under a root attached to `gpu`; one on several GPUs uses an equal share of each."""
-        return [Process(pid, _device_bytes(pid) // share) for pid, share in self._on(gpu)]
+        return [Process(pid, _device_bytes(pid) // share) for pid, share in self._processes_on(gpu)]
 
-    def _on(self, gpu: GpuId) -> list[tuple[int, int]]:
+    def _processes_on(self, gpu: GpuId) -> list[tuple[int, int]]:
         """Return every process on `gpu`, with the number of GPUs that it is on."""
         self._answering(gpu)
         shares = {root: len(gpus) for root, gpus in list(self._attached.items()) if gpu in gpus}
@@ -166,7 +166,7 @@ class SimulatedBackend:
 
     def utilisation(self, gpu: GpuId) -> float | None:
         """Return the share of the last second or more that its processes spent on a core."""
-        processes = self._on(gpu)
+        processes = self._processes_on(gpu)
         return self._slow_meters[gpu].read(processes)
 
     def load(self, gpu: GpuId) -> float | None:
@@ -176,7 +176,7 @@ class SimulatedBackend:
 
     def activity(self, gpu: GpuId) -> Activity | None:
         """Return the share of the time since the last call that its processes spent on a core."""
-        processes = self._on(gpu)
+        processes = self._processes_on(gpu)
         busy = self._meters[gpu].read(processes)
         return None if busy is None else Activity(busy, "utilisation")
 

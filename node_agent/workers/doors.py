@@ -79,7 +79,7 @@ class _Token(Struct, frozen=True):
 
 
 @contextmanager
-def _within(folder: Path) -> Iterator[str]:
+def _short_name(folder: Path) -> Iterator[str]:
     """Yield a name of the socket in a folder that is short enough for the kernel, whatever the folder's is."""
     fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -93,7 +93,7 @@ def listen(folder: Path) -> int:
 
     Its number is none that a supervisor has a use for: those are given out one after the other when one is started.
     """
-    with _within(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+    with _short_name(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(path)  # in a folder that no other user may pass through
         listener.listen()
         return fcntl.fcntl(listener, fcntl.F_DUPFD_CLOEXEC, SPARE_FD)
@@ -130,7 +130,7 @@ def warn(folder: Path, sentence: str) -> None:
 
 @contextmanager
 def _connected(folder: Path) -> Iterator[socket.socket]:
-    with _within(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as terminal:
+    with _short_name(folder) as path, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as terminal:
         terminal.settimeout(ANSWER_S)
         terminal.connect(path)
         yield terminal
@@ -281,7 +281,7 @@ class Doors:
             assert visit is not None, "this is a task"
             self._visits[visit] = place
             log.info("terminal.attached", task=known.task)
-            with _within(folder) as path:
+            with _short_name(folder) as path:
                 from_task, to_task = await asyncio.open_unix_connection(path)
             to_task.write(head)
             await _relay(reader, writer, from_task, to_task)

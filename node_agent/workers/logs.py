@@ -133,7 +133,7 @@ class Logs:
         for path in over[: max(0, len(over) - LOGS_MAX)]:
             with self._lock:
                 path.unlink(missing_ok=True)
-                _beside(path).unlink(missing_ok=True)
+                _cut_file(path).unlink(missing_ok=True)
                 self._cuts.pop(path, None)
                 self._unwritten.discard(path)
 
@@ -207,7 +207,7 @@ class Logs:
 
     def _write_cut(self, path: Path) -> None:
         try:
-            write_json(_beside(path), self._cuts[path])
+            write_json(_cut_file(path), self._cuts[path])
         except OSError:
             self._unwritten.add(path)
         else:
@@ -215,7 +215,7 @@ class Logs:
 
     def _cut_of(self, path: Path, size: int) -> Cut:
         if path not in self._cuts:
-            self._cuts[path] = read_json(_beside(path), Cut) or Cut()
+            self._cuts[path] = read_json(_cut_file(path), Cut) or Cut()
         cut = self._cuts[path]
         return cut if cut.end <= size else Cut()  # it was emptied by other hands
 
@@ -255,5 +255,5 @@ def _line_after(fd: int, offset: int) -> int:
     return offset + os.pread(fd, LINE_BYTES_MAX, offset).find(b"\n") + 1
 
 
-def _beside(path: Path) -> Path:
+def _cut_file(path: Path) -> Path:
     return path.with_suffix(".cut")

@@ -99,11 +99,11 @@ def terminal_of(spec: Json) -> Any:
         return None
     os.set_inheritable(TERMINAL_FD, False)
     log, shim = log_file(spec), os.getpid()
-    ssh = beside("ssh_server").SshServer(spec, log, lambda: bind(spec, shim))
-    return beside("terminal").Terminal(TERMINAL_FD, log, ssh)
+    ssh = module_beside("ssh_server").SshServer(spec, log, lambda: bind(spec, shim))
+    return module_beside("terminal").Terminal(TERMINAL_FD, log, ssh)
 
 
-def beside(name: str) -> Any:
+def module_beside(name: str) -> Any:
     """Return a module that lies beside this one: the folder is not on the path."""
     from importlib import util
 

@@ -584,7 +584,7 @@ class AmqpBus:
                 self._newest = at
                 return link
         # A broker that refuses tells more than one that is away; and one that is away says nothing of the others.
-        raise next((each for each in refusals if isinstance(each, NotPermitted)), _together(refusals))
+        raise next((each for each in refusals if isinstance(each, NotPermitted)), _all_lost(refusals))
 
     async def _connect(self, party: Party, broker: URL) -> Link:
         heartbeat_s = self._heartbeat_s or HEARTBEAT_S[party.role]
@@ -650,7 +650,7 @@ def _unreachable(broker: URL, error: BaseException) -> ConnectionLost:
     return ConnectionLost(f"cannot reach RabbitMQ at {_without_password(broker)}: {_words(error)}")
 
 
-def _together(refusals: Sequence[BusError]) -> ConnectionLost:
+def _all_lost(refusals: Sequence[BusError]) -> ConnectionLost:
     """Return one error for brokers that are all away."""
     return ConnectionLost("; ".join(map(str, refusals)))
 

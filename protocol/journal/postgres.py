@@ -379,7 +379,7 @@ class PostgresJournal(Generic[EventT]):
         self._write_attached()
         return self._database.one(statement, values)[1]
 
-    def beside(self) -> Postgres:
+    def for_reading(self) -> Postgres:
         """Return another connection, which may only read, and take its time: it sees all that was attached."""
         self._write_attached()
         return Postgres(self._url, limit_s=READING_LIMIT_S, read_only=True)

@@ -248,7 +248,7 @@ class Checks:
                 host_bytes = sum(_parked_bytes(each, world.now) for each in node.workers.values())
                 if host_bytes > allowed:
                     raise Violation(f"{node.id} has {allowed} bytes for parked workers, and {host_bytes} are used")
-            for gpu, here in node.on.items():
+            for gpu, here in node.by_device.items():
                 if not here:
                     continue
                 taken = sum(worker.memory_bytes for worker in here) + node.server_bytes

@@ -85,7 +85,7 @@ class Former:
             self.actor.held = []
         self._in_batches = True
         self._world.go_on(self.actor)
-        self._world.after(0.0, self._end_batch)
+        self._world.call_later(0.0, self._end_batch)
 
     def end(self) -> None:
         """End its process."""

@@ -167,17 +167,17 @@ class FaultInjector:
         world.arbiter.log = self._writer = Writer(record, world, world.arbiter)
         self.standby = Standby(self.records[ARBITER]) if options.standby else None
         if self.standby is not None:
-            world.after(FOLLOW_S, self._follow)
+            world.call_later(FOLLOW_S, self._follow)
         for party, _ in options.clocks:
             if party.role != "app":
                 self._set_clock(world.actor(party))
         for number in range(len(options.apps)):
-            world.at(options.apps[number].submit_s, partial(self._submit, number))
+            world.call_at(options.apps[number].submit_s, partial(self._submit, number))
         for fault in options.faults:
-            world.at(fault.at, partial(self._happen, fault))
+            world.call_at(fault.at, partial(self._happen, fault))
         for node in world.nodes.values():
-            world.after(options.beat_s, partial(self._measure, node))
-        world.at(options.calm_at, self._calm_down)
+            world.call_later(options.beat_s, partial(self._measure, node))
+        world.call_at(options.calm_at, self._calm_down)
 
     def _set_clock(self, actor: Actor) -> None:
         clock = dict(self.options.clocks).get(actor.party)
@@ -206,7 +206,7 @@ class FaultInjector:
         actor = self.world.actor(Party("node", node.id))
         if actor.up and actor.held is None:
             node.measure()
-        self.world.after(self.options.beat_s, partial(self._measure, node))
+        self.world.call_later(self.options.beat_s, partial(self._measure, node))
 
     # --- watching ---------------------------------------------------------------------------------------------------
 
@@ -220,7 +220,7 @@ class FaultInjector:
             told(actor, event, effects)
         record = self.records.get(actor.party)
         if record is not None:
-            record.after(actor.core)
+            record.snapshot_if_due(actor.core)
         if self._stops is not None and actor is self.world.arbiter:
             self._stop_leader(self._stops, effects)
             return False
@@ -251,7 +251,7 @@ class FaultInjector:
                 self._lose_end(fault)
             case "freeze":
                 world.freeze(party)
-                world.after(fault.for_s, partial(self._thaw, party))
+                world.call_later(fault.for_s, partial(self._thaw, party))
             case "cut":
                 self._cut(fault)
             case "vanish":
@@ -264,7 +264,7 @@ class FaultInjector:
                 self._lose_gpu(fault)
             case "drain":
                 self._order("drain", NodeId(party.id), force=fault.force)
-                world.after(fault.for_s, partial(self._order, "undrain", NodeId(party.id)))
+                world.call_later(fault.for_s, partial(self._order, "undrain", NodeId(party.id)))
             case "hold" | "requeue" | "cancel" as kind:
                 self._act_on_app(kind, fault)
             case "policy":
@@ -288,7 +288,7 @@ class FaultInjector:
             self._spare_leader()
         if self.world.actor(party).up:
             self.world.stop(party)
-            self.world.after(for_s, partial(self._restart, party))
+            self.world.call_later(for_s, partial(self._restart, party))
 
     def _thaw(self, party: Party) -> None:
         struck = self._struck if party == ARBITER and self._stops is None else None
@@ -365,7 +365,7 @@ class FaultInjector:
     def _follow(self) -> None:
         if self.standby is not None:
             self.standby.follow()
-        self.world.after(FOLLOW_S, self._follow)
+        self.world.call_later(FOLLOW_S, self._follow)
 
     def _successor(self) -> Arbiter:
         """Return the standby's core, which leads from now on; the arbiter that ended is started again as the standby.
@@ -391,13 +391,13 @@ class FaultInjector:
             return
         if fault.lives == "stopped":
             self.world.freeze(ARBITER)
-        self.world.after(fault.for_s, partial(self._succeed, fault))
+        self.world.call_later(fault.for_s, partial(self._succeed, fault))
 
     def _stop_leader(self, fault: Fault, effects: Effects) -> None:
         """Stop the leader after a commit and before its first effect."""
         self._stops, self._late = None, effects
         self.world.freeze(ARBITER)
-        self.world.after(fault.for_s, partial(self._succeed, fault))
+        self.world.call_later(fault.for_s, partial(self._succeed, fault))
 
     def _spare_leader(self) -> None:
         """Forget that the leader lives as another takes over: it ends, or is a former leader by now."""
@@ -421,7 +421,7 @@ class FaultInjector:
         else:
             told = self._commit, self.on_aside, self._stand_by
             self.standby, self.former = None, Former(world, record, former, fault.lives, late, *told)
-            world.after(fault.lingers_s, self.former.go_on)
+            world.call_later(fault.lingers_s, self.former.go_on)
         for event in unheard:  # it has acknowledged none of them
             if isinstance(event, Received):
                 self._keep(world.arbiter, event)
@@ -434,7 +434,7 @@ class FaultInjector:
         assert former is self.former
         self.deposed += 1
         self.former = None
-        self.world.after(ANEW_S, self._begin_anew)
+        self.world.call_later(ANEW_S, self._begin_anew)
 
     def _begin_anew(self) -> None:
         if self.standby is None:
@@ -465,7 +465,7 @@ class FaultInjector:
     def _cut(self, fault: Fault) -> None:
         self.network.cut(fault.party, fault.number, +1)
         self._cuts.append(fault)
-        self.world.after(fault.for_s, partial(self._mend, fault))
+        self.world.call_later(fault.for_s, partial(self._mend, fault))
 
     def _mend(self, fault: Fault) -> None:
         if fault not in self._cuts:
@@ -483,7 +483,7 @@ class FaultInjector:
                 self.harmed[_owner_of(worker)] += 1
         node.fail_gpu(gpu, "fell off the bus")
         if fault.for_s > 0.0:
-            self.world.after(fault.for_s, partial(self._mend_gpu, node, gpu))
+            self.world.call_later(fault.for_s, partial(self._mend_gpu, node, gpu))
 
     def _mend_gpu(self, node: SimNode, gpu: GpuId) -> None:
         if gpu in node.sick:
@@ -495,7 +495,7 @@ class FaultInjector:
             return
         self._act(kind, fault)
         if kind == "hold":
-            self.world.after(fault.for_s, partial(self._act, "release", fault))
+            self.world.call_later(fault.for_s, partial(self._act, "release", fault))
 
     def _cancel(self, sim_app: SimApp) -> None:
         if sim_app.id and sim_app.actor.up:

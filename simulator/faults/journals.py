@@ -38,7 +38,7 @@ class Record:
         now, event = entry
         return now, self._encode(event)
 
-    def after(self, core: Any) -> None:
+    def snapshot_if_due(self, core: Any) -> None:
         """Take a snapshot if it is time."""
         if len(self.entries) - self._newest[0] >= self._every:
             self._newest = (len(self.entries), core.snapshot())

@@ -171,7 +171,7 @@ class _Run:
         self.injector.on_commit = partial(self.checks.judge_commit, self.world)
         self.world.on_arbiter = partial(self.checks.judge_leader, self.world)
         for teller in told:
-            self.injector.on_aside = teller.aside
+            self.injector.on_aside = teller.tell_former
         self.checks.known_by = options.calm_at + RECOVERY_S
         self.waiting: dict[str, str] = {}
         self.calm = (0, 0)  #: messages and rounds at the end of the faults
@@ -252,9 +252,9 @@ class _Run:
         return Bounds(seconds, MESSAGES_RATE_MAX * participants, 1.0 / options.settings.round_pause_s)
 
     def _done(self) -> bool:
-        return all(map(self._over, self.world.apps.values())) and not unsettled(self.world, self.injector.vanished)
+        return all(map(self._is_over, self.world.apps.values())) and not unsettled(self.world, self.injector.vanished)
 
-    def _over(self, sim_app: SimApp) -> bool:
+    def _is_over(self, sim_app: SimApp) -> bool:
         """Whether an app is over, or cannot finish."""
         return sim_app.over_at is not None or bool(self._obstacle(sim_app))
 
@@ -365,7 +365,7 @@ class _Teller:
         line = f"{self._world.now:9.3f} {actor.party.user}: {_brief(event)}" + (f" => {done}" if done else "")
         self._tell(line)
 
-    def aside(self, former: Actor, event: Any) -> None:
+    def tell_former(self, former: Actor, event: Any) -> None:
         """Tell what a former leader has handled, of which nothing is performed, or that it is deposed."""
         what = f"stands by: {event}" if isinstance(event, JournalError) else _brief(event)
         self._tell(f"{self._world.now:9.3f} former {former.party.user}: {what}")

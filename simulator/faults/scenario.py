@@ -586,7 +586,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
                 reports=reports,
                 metric=spec.metric,
                 kind=app.kind,
-                beside=partial(_beside, seed, app.kind),
+                beside=partial(_pair_speed, seed, app.kind),
                 busy=None,
                 peak_bytes=app.peak_bytes,
                 can_park=app.can_park,
@@ -600,7 +600,7 @@ def facts_of(app: AppOptions, seed: int) -> list[JobFacts]:
     return facts
 
 
-def _beside(seed: int, kind: str, other: str) -> float:
+def _pair_speed(seed: int, kind: str, other: str) -> float:
     """Return the speed of a job of that kind beside another: some pairs gain by sharing, some lose."""
     dice = Random(f"beside {seed} {kind} {other}")  # noqa: S311 - repeatable, not secret
     return 0.0 if dice.random() < 0.05 else dice.uniform(0.3, 1.0)
@@ -608,7 +608,7 @@ def _beside(seed: int, kind: str, other: str) -> float:
 
 def _overlapping(seed: int, kind: str, other: str) -> float:
     """Return the same where both are clients of MPS: half of the loss is gone."""
-    speed = _beside(seed, kind, other)
+    speed = _pair_speed(seed, kind, other)
     return (1.0 + speed) / 2 if speed > 0.0 else 0.0
 
 

@@ -508,7 +508,7 @@ def test_a_ledger_is_read_beside_its_arbiter_and_not_written(store: Store) -> No
         ledger.write(stretch("l1", 0.0, 60.0))
 
         def read() -> None:
-            with closing(ledger.beside()) as beside:
+            with closing(ledger.for_reading()) as beside:
                 told.extend(beside.gpu_time(0.0, inf, known=99.0))
 
         reading = threading.Thread(target=read)

@@ -397,7 +397,7 @@ def a_world(policy: str, *, sharing: Any = "exclusive") -> World:
     for number, gang in enumerate((1, 2, 1, 1, 1)):
         add_app(world, gang, saves=number > 0, parks=number > 0, preempt_by="suspend" if number == 3 else "auto")
     for node in world.nodes.values():
-        world.after(1.0, partial(measure, world, node))
+        world.call_later(1.0, partial(measure, world, node))
     return world
 
 
@@ -427,7 +427,7 @@ def add_app(world: World, gang: int, *, saves: bool, parks: bool, preempt_by: Pr
 def measure(world: World, node: SimNode) -> None:
     """Let a node agent hear of its workers' steps, again and again."""
     node.measure()
-    world.after(1.0, partial(measure, world, node))
+    world.call_later(1.0, partial(measure, world, node))
 
 
 def tell(world: World, kind: Any, node: NodeId) -> None:
@@ -498,7 +498,7 @@ def test_jobs_parked_by_turns_are_off_the_node_without_loss(*, saves: bool) -> N
     node = next(iter(world.nodes))
     for _ in range(2):
         add_app(world, 1, saves=saves, parks=True, preempt_by="suspend")
-    world.after(1.0, partial(measure, world, world.nodes[node]))
+    world.call_later(1.0, partial(measure, world, world.nodes[node]))
     world.run(until=200.0, done=lambda: world.now > 60.0 and bool(parked_on(world, node)))
     assert world.now < 200.0, "one is parked"
     began = world.now

@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.policies.themis.auction.bids import enter
-from arbiter.core.policies.themis.auction.explain import below, changed, explain
+from arbiter.core.policies.themis.auction.explain import changed, explain, greatest_below
 from arbiter.core.policies.themis.auction.solve import Budget
 from arbiter.core.policies.themis.policy import Settings, Themis
 from arbiter.core.seam import AppView, Change, GpuView, Loss, View
@@ -264,5 +264,5 @@ def test_a_winner_that_keeps_less_than_it_won_is_told_of_its_payment() -> None:
 
 @pytest.mark.parametrize(("rho", "said"), [(1.8, 1.799), (1000.0, 999.0), (0.123456, 0.1234), (9.9999e-9, 9.999e-9)])
 def test_a_rho_is_rounded_down_to_what_a_sentence_says_in_full(rho: float, said: float) -> None:
-    assert below(rho) == said
-    assert float(f"{below(rho):.4g}") == said < rho
+    assert greatest_below(rho) == said
+    assert float(f"{greatest_below(rho):.4g}") == said < rho

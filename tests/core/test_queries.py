@@ -307,7 +307,7 @@ def test_long_after_the_question_no_auction_is_held_again(monkeypatch: pytest.Mo
 
 def written(counter: Counter, number: int) -> Decide | None:
     """The inputs of a round as the file has them: the newest are also kept in memory."""
-    return Ledger._of(counter.ledger._tables).inputs(number)
+    return Ledger._on_tables(counter.ledger._tables).inputs(number)
 
 
 def test_inputs_with_a_number_that_cannot_be_written_are_left_out() -> None:

@@ -130,11 +130,11 @@ def test_what_all_would_park_is_the_sum_of_what_their_hellos_say() -> None:
 def test_after_a_reconnect_the_order_of_the_present_phase_is_said_again() -> None:
     table = Table()
     (hold,) = table.ask()
-    table.ranks, orders = rank_sync.again(table.ranks, WISH, lambda: next(table.seqs))
+    table.ranks, orders = rank_sync.repeated_orders(table.ranks, WISH, lambda: next(table.seqs))
     assert orders == [hold]
     table.hear(0, Ready(hold.seq, 6))
     (order,), _ = table.hear(1, Ready(hold.seq, 6))
-    table.ranks, orders = rank_sync.again(table.ranks, WISH, lambda: next(table.seqs))
+    table.ranks, orders = rank_sync.repeated_orders(table.ranks, WISH, lambda: next(table.seqs))
     assert orders == [order]
 
 

@@ -243,4 +243,4 @@ def test_an_unknown_search_is_named_with_what_there_is(taken: Taken) -> None:
     done = CliRunner().invoke(cli.app, ["submit", "--search", "magic", "--", "train"])
     assert done.exit_code != 0
     assert not taken.specs
-    assert "search is 'magic', which is none of 'halving', 'hyperband', 'curve', 'all'" in done.output
+    assert "search (--search) is 'magic', which is none of 'halving', 'hyperband', 'curve', 'all'" in done.output

@@ -60,14 +60,14 @@ def a_site(seed: int, dice: Random, policy: str, sharing: Sharing = "exclusive")
     world = World(options.cluster, settings, NONE, beat_s=2.0, hello_s=2.0)
     stops_at = dice.uniform(5.0, 50.0)
     for number, app in enumerate(app for app in options.apps if app.submit_s * 0.5 < stops_at):
-        world.at(app.submit_s * 0.5, partial(world.submit, f"a{number}", app.spec, facts_of(app, seed)))
+        world.call_at(app.submit_s * 0.5, partial(world.submit, f"a{number}", app.spec, facts_of(app, seed)))
     for node in world.nodes.values():
         if stops_at > 12.0 and dice.random() < 0.15:
-            world.at(dice.uniform(0.0, stops_at - 10.0), partial(lose_power, world, node))  # the arbiter knows it
+            world.call_at(dice.uniform(0.0, stops_at - 10.0), partial(lose_power, world, node))  # the arbiter knows it
             continue  # of what fails on a node that it does not hear, it does not know
         for gpu in node.gpus:
             if dice.random() < 0.15:
-                world.at(dice.uniform(0.0, stops_at), partial(node.fail_gpu, gpu.id, "fell off the bus"))
+                world.call_at(dice.uniform(0.0, stops_at), partial(node.fail_gpu, gpu.id, "fell off the bus"))
     world.run(stops_at)
     return world
 

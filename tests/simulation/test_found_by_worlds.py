@@ -243,7 +243,7 @@ def test_a_deadline_that_moves_on_is_kept() -> None:
         return True
 
     world.watcher = watch
-    world.at(3.0, lambda: world.tell(actor.party, Connected()))  # it restates, and so puts its beat off to 7 s
+    world.call_at(3.0, lambda: world.tell(actor.party, Connected()))  # it restates, and so puts its beat off to 7 s
     world.run(until=12.0)
     assert ticks == [7.0, 11.0]
 
@@ -272,7 +272,7 @@ def test_jobs_that_may_leave_by_a_checkpoint_alone_and_save_none_finish_under_co
     facts = JobFacts(100.0, 100, 1, lambda gpus, level: 1.0, can_park=can_park, can_checkpoint=False)
     apps = [world.submit(name, spec_of(preempt_by="checkpoint"), [facts]) for name in ("one", "two", "three")]
     for seconds in range(10, 1000, 10):
-        world.at(
+        world.call_at(
             float(seconds), node.measure
         )  # so its node agent sees that a job is on a GPU, where the driver can act
     world.run(until=1000.0, done=lambda: all(app.over_at is not None for app in apps))

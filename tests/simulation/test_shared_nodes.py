@@ -124,7 +124,7 @@ class Bench:
             self._judge()
 
     def _judge(self) -> None:
-        used = sum(worker.memory_bytes for worker in self.node.on[DEVICE])
+        used = sum(worker.memory_bytes for worker in self.node.by_device[DEVICE])
         assert used <= 16 * GIB, f"{used} bytes are used at {self.now}"
 
     def finish_s(self, number: int) -> float | None:

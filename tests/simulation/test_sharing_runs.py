@@ -125,7 +125,7 @@ def test_no_parked_job_starves_beside_a_free_seat_of_its_gpu() -> None:
     for app in apps:
         spec = spec_of(app)
         facts = [replace(each, can_checkpoint=False) for each in facts_of(app, spec, lambda *_: 1.0)]
-        world.at(app.submit_s - 5.4, lambda app=app, spec=spec, facts=facts: world.submit(app.id, spec, facts))  # type: ignore[misc]
+        world.call_at(app.submit_s - 5.4, lambda app=app, spec=spec, facts=facts: world.submit(app.id, spec, facts))  # type: ignore[misc]
     world.run(1000.0)
     standing = {app.name: next(iter(app.actor.core.state.apps.values())).over for app in world.apps.values()}
     assert {name for name, over in standing.items() if over is None} == {"j9.7", "j20.8"}

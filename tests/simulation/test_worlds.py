@@ -452,7 +452,7 @@ def test_a_journal_forgets_its_last_events_and_keeps_the_first() -> None:
     for now in range(1, 7):
         record.append((float(now), Tick()))
         core.handle(Tick(), float(now))
-        record.after(core)
+        record.snapshot_if_due(core)
     assert record.lose(2.5, 0) == 3
     assert [now for now, _ in record.entries] == [1.0, 2.0, 3.0]
     assert record.restore(Arbiter.restored).state.now == 3.0

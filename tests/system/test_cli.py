@@ -209,7 +209,7 @@ def test_a_program_that_is_on_no_node_either_fails_with_the_mend(cli: Cli) -> No
         (("submit", "-g", "4,2", "--", "true"), "sizes are 4,2; list each number of GPUs once, the smallest first"),
         (
             ("submit", "--preempt-by", "magic", "--", "true"),
-            "preempt_by is 'magic', which is none of 'auto'",
+            "preempt_by (--preempt-by) is 'magic', which is none of 'auto'",
         ),
         (("submit", "-f", "missing.toml"), "missing.toml cannot be read"),
         (("submit", "--tenant", "Team A", "--", "true"), "tenant is 'Team A'; use lower-case letters"),

@@ -62,7 +62,7 @@ class Bracket(Struct, frozen=True):
         """The last rung."""
         return len(self.ends) - 1
 
-    def there(self, rung: int, trial: Trial) -> bool:
+    def has_ended(self, rung: int, trial: Trial) -> bool:
         """Whether `trial` has ended this rung: made its steps and reported. The last rung ends by the script alone.
 
         A trial of which no report is known goes on, for as long as another rung: scripts report every so many steps,
@@ -78,7 +78,7 @@ class Bracket(Struct, frozen=True):
 
     def over(self, rung: int, standing: Iterable[Trial]) -> bool:
         """Whether all trials of this rung have ended it, in one way or another."""
-        return all(trial.state != "live" or self.there(rung, trial) for trial in standing)
+        return all(trial.state != "live" or self.has_ended(rung, trial) for trial in standing)
 
     def promoted(self, rung: int, standing: Iterable[Trial], by: Yardstick) -> tuple[Trial, ...] | None:
         """Return the trials that go on to the next rung: the best of those that did not fail, by number.
@@ -94,7 +94,7 @@ class Bracket(Struct, frozen=True):
 
     def running(self, rung: int, standing: Iterable[Trial]) -> list[Trial]:
         """Return the trials that can use GPUs in this rung."""
-        return [trial for trial in standing if trial.state == "live" and not self.there(rung, trial)]
+        return [trial for trial in standing if trial.state == "live" and not self.has_ended(rung, trial)]
 
     def left(self, rung: int, standing: Sequence[Trial], *, after: int, until: int) -> list[Left]:
         """Return the mini-batches that are left between the step counts `after` and `until`.

@@ -50,7 +50,7 @@ class CurveStopping(Struct, frozen=True):
         return cls(len(spec.trials), spec.metric, spec.mode, spec.target)
 
     @property
-    def by(self) -> Yardstick:
+    def yardstick(self) -> Yardstick:
         """The measure by which trials are compared."""
         return Yardstick(self.metric, self.mode)
 
@@ -68,7 +68,7 @@ class CurveStopping(Struct, frozen=True):
         standing = [trials[number] for number in search.survivors if trials[number].state != "failed"]
         reached = [trial for trial in standing if self._reached(trial)]
         if reached:
-            winner = min(reached, key=self.by.rank)
+            winner = min(reached, key=self.yardstick.rank)
             return replace(search, survivors=(winner.number,), phase=1)
         hopeless = self._hopeless(search, standing)
         if not hopeless:
@@ -94,14 +94,14 @@ class CurveStopping(Struct, frozen=True):
     def _reached(self, trial: Trial) -> bool:
         if self.target is None or trial.value is None:
             return False
-        return self.by.signed(trial.value) <= self.by.signed(self.target)
+        return self.yardstick.signed(trial.value) <= self.yardstick.signed(self.target)
 
     def _hopeless(self, search: Search, standing: Sequence[Trial]) -> set[int]:
         """Return the trials that diverged for good, or whose end, hoped for, is worse than the best metric so far.
 
         Scripts may make more steps than were declared: ends are forecast for as many as the longest trial has made.
         """
-        best = min(standing, key=self.by.rank, default=None)
+        best = min(standing, key=self.yardstick.rank, default=None)
         if best is None or best.value is None:
             return set()
         furthest = max(trial.steps_done for trial in standing)
@@ -111,7 +111,7 @@ class CurveStopping(Struct, frozen=True):
             if law is None or trial.value is None or trial.state != "live" or trial.number == best.number:
                 continue
             end = law.hopeful(max(trial.steps_total, furthest), self.mode)
-            if self.by.signed(end) > self.by.signed(best.value):
+            if self.yardstick.signed(end) > self.yardstick.signed(best.value):
                 hopeless.add(trial.number)
         return hopeless
 
@@ -138,7 +138,7 @@ class CurveStopping(Struct, frozen=True):
         done = [trial for trial in standing if trial.state == "done"]
         if not done or any(trial.state == "live" for trial in standing):
             return None
-        return min(done, key=self.by.rank).number
+        return min(done, key=self.yardstick.rank).number
 
     def left(self, search: Search, trials: Sequence[Trial]) -> tuple[tuple[Left, ...], ...]:
         """Return the steps to each survivor's forecast termination, in one phase."""

@@ -187,7 +187,7 @@ class _Guests:
             self._say(app.app, f"leaves {_names(left)}, which it shared: {why}")
         if staying:
             self._seated[app.app] = staying
-            self._say(app.app, f"goes on sharing {self._with(app.app, staying)}")
+            self._say(app.app, f"goes on sharing {self._seats_with_mates(app.app, staying)}")
 
     def _unseat(self, app: AppId, seat: SeatView) -> None:
         """Let a guest leave a seat."""
@@ -233,7 +233,7 @@ class _Guests:
             self._seated[app.app] = [*self._seated.get(app.app, ()), *came]
             idle = sum(not device.sitting for device in self._devices.values())
             free = "no GPU was free" if not idle else f"none of the {idle} free GPUs was for it"
-            self._say(app.app, f"shares {self._with(app.app, came)}: {free}")
+            self._say(app.app, f"shares {self._seats_with_mates(app.app, came)}: {free}")
 
     def _reserve(self, app: AppView) -> None:
         """Let no more guests come to the GPUs that an app waits for which shares none: one gang, the least shared."""
@@ -305,7 +305,7 @@ class _Guests:
     def _say(self, app: AppId, what: str) -> None:
         self._words.setdefault(app, []).append(what)
 
-    def _with(self, app: AppId, seats: Sequence[GpuView]) -> str:
+    def _seats_with_mates(self, app: AppId, seats: Sequence[GpuView]) -> str:
         others = sorted({other for gpu in seats for other in self._devices[gpu.device].sitting if other != app})
         return f"{_names(seats)} with {', '.join(others)}" if others else _names(seats)
 

@@ -301,7 +301,7 @@ class _Serving:
             if loses and spared:
                 break
             units = [unit for _, unit in alike]
-            for victim in chain(units, self._together(app, units, free)):
+            for victim in chain(units, self._groups_of_one_app(app, units, free)):
                 bundle = self._bundle(app, victim, free)
                 spared_s = self._spared_s(victim) if bundle else 0.0
                 if bundle and spared_s <= 0.0:
@@ -322,7 +322,7 @@ class _Serving:
             )
         self._words[app.app].append(f"it is an interactive app, and {what}")
 
-    def _together(self, app: AppView, units: Sequence[Victim], free: _Free) -> Iterator[Victim]:
+    def _groups_of_one_app(self, app: AppView, units: Sequence[Victim], free: _Free) -> Iterator[Victim]:
         """Yield where several jobs of one app make room together, the fewest of each, who loses least first.
 
         They are put in order by what the number of GPUs says; which of them do is looked at one by one.

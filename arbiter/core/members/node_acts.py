@@ -6,15 +6,12 @@ again, and changes nothing.
 
 from __future__ import annotations
 
-import msgspec
-
-from arbiter.core.effects import ActRecord
 from arbiter.core.leases import drains
+from arbiter.core.members import acts
 from arbiter.core.state.model import Drain
 from arbiter.core.turn import Turn
-from protocol.core import Send
 from protocol.exit_codes import NOT_FOUND, NOT_PERMITTED
-from protocol.messages import Act, Answer, NodeId, Party
+from protocol.messages import Act, NodeId, Party
 
 #: Names in one sentence, and letters of a reason: both are in answers, stories and the log.
 NAMED_MAX, REASON_CHARS_MAX = 20, 500
@@ -27,43 +24,32 @@ def take(turn: Turn, sender: Party, act: Act) -> None:
     if sender.role != "app" or sender.id not in state.settings.admins:
         why = f"only administrators of the site may {act.kind} a node"
         if node is not None:
-            _record(turn, sender, act, f"refused: {why}")
-        _refuse(turn, sender, act, NOT_PERMITTED, why)
+            acts.record(turn, sender, act, f"refused: {why}")
+        acts.refuse(turn, sender, act, NOT_PERMITTED, why)
     elif node is None:
         there = ", ".join(sorted(state.nodes)[:NAMED_MAX]) or "none yet"
         there += f" and {len(state.nodes) - NAMED_MAX} more" if len(state.nodes) > NAMED_MAX else ""
-        _refuse(turn, sender, act, NOT_FOUND, f"there is no node {act.target}; the nodes are {there}")
+        acts.refuse(turn, sender, act, NOT_FOUND, f"there is no node {act.target}; the nodes are {there}")
     elif act.kind == "drain":
         drain = Drain(sender.id, turn.now, " ".join(act.reason.split())[:REASON_CHARS_MAX], act.force)
         if drains.begin(turn, node.id, drain):
             why, forced = state.drains[node.id].reason, " (forced)" if act.force else ""
             turn.happen("draining", f"by {sender.id}{forced}{f': {why}' if why else ''}", node=node.id, by=sender.id)
-            _record(turn, sender, act, state.drains[node.id].sentence(node.id) + forced)
+            acts.record(turn, sender, act, state.drains[node.id].sentence(node.id) + forced)
         _answer(turn, sender, act, node.id)
     else:
         if drains.end(turn, node.id):
             turn.happen("undrained", f"by {sender.id}: it is in use again", node=node.id, by=sender.id)
-            _record(turn, sender, act, f"node {node.id} is in use again")
+            acts.record(turn, sender, act, f"node {node.id} is in use again")
         _answer(turn, sender, act, node.id)
-
-
-def _record(turn: Turn, sender: Party, act: Act, outcome: str) -> None:
-    turn.effects.append(ActRecord(act.act_id, turn.now, sender.id, act.kind, act.target, outcome))
-    turn.tell(act.target, f"{act.kind} by {sender.user}: {outcome}", loudly=True)
 
 
 def _answer(turn: Turn, sender: Party, act: Act, node: NodeId) -> None:
     """Answer with what each task on the node will do; of a node that is not drained there is nothing to say."""
     drained = node in turn.state.drains
     document = {
-        "schema": "act/v1",
         "node": node,
         "state": ("drained" if drains.is_empty(turn.state, turn.index, node) else "draining") if drained else "in use",
         "tasks": drains.leavers(turn.state, turn.index, node) if drained else (),
     }
-    turn.effects.append(Send(sender, Answer(act.act_id, msgspec.json.encode(document))))
-
-
-def _refuse(turn: Turn, sender: Party, act: Act, code: int, why: str) -> None:
-    document = msgspec.json.encode({"schema": "error/v1", "code": code, "error": why})
-    turn.effects.append(Send(sender, Answer(act.act_id, document, why)))
+    acts.answer(turn, sender, act, document)

@@ -8,18 +8,14 @@ from __future__ import annotations
 
 from typing import assert_never
 
-import msgspec
-
-from arbiter.core.effects import ActRecord
 from arbiter.core.leases import leases
-from arbiter.core.members import apps, holds
+from arbiter.core.members import acts, apps, holds
 from arbiter.core.state.model import App, Refused, Settled
 from arbiter.core.turn import Turn
 from protocol.core import Send
-from protocol.messages import Act, Answer, AppId, Party, Refusal
+from protocol.exit_codes import FAILED, NOT_FOUND, NOT_PERMITTED
+from protocol.messages import Act, AppId, Party, Refusal
 
-#: Exit codes of the command line (docs/cli.md).
-FAILED, NOT_FOUND, NOT_PERMITTED = 1, 3, 7
 PAST = {"hold": "held", "release": "released"}
 
 
@@ -27,11 +23,11 @@ def take(turn: Turn, sender: Party, act: Act) -> None:
     """Do what an owner asks, if that may be, and answer."""
     app = turn.state.apps.get(AppId(act.target))
     if app is None:
-        _refuse(turn, sender, act, NOT_FOUND, f"there is no app {act.target}; `gpu-arbiter ps -a` lists them")
+        acts.refuse(turn, sender, act, NOT_FOUND, f"there is no app {act.target}; `gpu-arbiter ps -a` lists them")
     elif sender.role != "app" or sender.id not in (app.owner, *turn.state.settings.admins):
         why = f"{app.id} belongs to {app.owner}; only {app.owner} and administrators may {act.kind} it"
-        _record(turn, sender, act, f"refused: {why}")
-        _refuse(turn, sender, act, NOT_PERMITTED, why)
+        acts.record(turn, sender, act, f"refused: {why}")
+        acts.refuse(turn, sender, act, NOT_PERMITTED, why)
     else:
         _act(turn, sender, act, app)
 
@@ -54,38 +50,38 @@ def _hold_or_release(turn: Turn, sender: Party, act: Act, app: App) -> None:
     """Hold an app or release it; what is so already stays so."""
     whose = _whose(sender, app)
     if isinstance(app.state, Settled | Refused):
-        _refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be {PAST[act.kind]}")
+        acts.refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be {PAST[act.kind]}")
     elif act.kind == "hold":
         if not app.held_by:
             reason = f"held by {whose}"
             turn.happen("held", f"by {whose}", app=app.id, by=sender.id)
             holds.hold(turn, app, sender.id, reason)
-            _record(turn, sender, act, reason)
+            acts.record(turn, sender, act, reason)
         _answer_state(turn, sender, act, "held")
     elif app.held_by not in ("", app.owner) and sender.id not in turn.state.settings.admins:
         why = f"{app.id} is held by the administrator {app.held_by}; only administrators may release it"
-        _record(turn, sender, act, f"refused: {why}")
-        _refuse(turn, sender, act, NOT_PERMITTED, why)
+        acts.record(turn, sender, act, f"refused: {why}")
+        acts.refuse(turn, sender, act, NOT_PERMITTED, why)
     else:
         if app.held_by:
             holds.release(turn, app)
             turn.happen("released", f"by {whose}", app=app.id, by=sender.id)
-            _record(turn, sender, act, f"released by {whose}")
+            acts.record(turn, sender, act, f"released by {whose}")
         _answer_state(turn, sender, act, "released")
 
 
 def _requeue(turn: Turn, sender: Party, act: Act, app: App) -> None:
     """Have an app leave its GPUs and wait behind all others."""
     if isinstance(app.state, Settled | Refused):
-        _refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be requeued")
+        acts.refuse(turn, sender, act, FAILED, f"{app.id} is over, so it cannot be requeued")
     elif app.requeued_by != act.act_id and not leases.held(turn, app.id):
-        _refuse(turn, sender, act, FAILED, f"{app.id} has no GPU, so there is nothing to requeue")
+        acts.refuse(turn, sender, act, FAILED, f"{app.id} has no GPU, so there is nothing to requeue")
     else:
         if app.requeued_by != act.act_id:
             reason = f"requeued by {_whose(sender, app)}"
             turn.happen("requeued", f"by {_whose(sender, app)}", app=app.id, by=sender.id)
             holds.requeue(turn, app, act.act_id, reason)
-            _record(turn, sender, act, reason)
+            acts.record(turn, sender, act, reason)
         _answer_state(turn, sender, act, "requeued")
 
 
@@ -100,13 +96,8 @@ def _cancel(turn: Turn, sender: Party, act: Act, app: App) -> App:
     reason = f"cancelled by {_whose(sender, app)}"
     apps.settle(turn, app, "cancelled", reason, by=sender.id)
     turn.effects.append(Send(Party("app", app.owner), Refusal(app.id, reason, app.run, cancelled=True)))
-    _record(turn, sender, act, reason)
+    acts.record(turn, sender, act, reason)
     return turn.state.apps[app.id]
-
-
-def _record(turn: Turn, sender: Party, act: Act, outcome: str) -> None:
-    turn.effects.append(ActRecord(act.act_id, turn.now, sender.id, act.kind, act.target, outcome))
-    turn.tell(act.target, f"{act.kind} by {sender.user}: {outcome}", loudly=True)
 
 
 def _answer(turn: Turn, sender: Party, act: Act, app: App) -> None:
@@ -114,10 +105,4 @@ def _answer(turn: Turn, sender: Party, act: Act, app: App) -> None:
 
 
 def _answer_state(turn: Turn, sender: Party, act: Act, state: str) -> None:
-    document = {"schema": "act/v1", "app": act.target, "state": state}
-    turn.effects.append(Send(sender, Answer(act.act_id, msgspec.json.encode(document))))
-
-
-def _refuse(turn: Turn, sender: Party, act: Act, code: int, why: str) -> None:
-    document = msgspec.json.encode({"schema": "error/v1", "code": code, "error": why})
-    turn.effects.append(Send(sender, Answer(act.act_id, document, why)))
+    acts.answer(turn, sender, act, {"app": act.target, "state": state})

@@ -108,7 +108,7 @@ def _check_bookings(turn: Turn, policy: Policy) -> None:
     state = turn.state
     waiting = [app for app_id in state.unchecked if (app := state.apps.get(app_id)) is not None and app.active]
     waiting = [app for app in waiting if app.booking is not None]
-    earlier = _before(turn, waiting)
+    earlier = _looked_at_first(turn, waiting)
     usable, places = dict(_usable(turn)), booked_places(app.booking for app in earlier)
     close = _places_of(turn, waiting)
     for at, app in enumerate(waiting):
@@ -133,7 +133,7 @@ def _kind(app: App) -> Literal["renew", "first"]:
     return "first" if app.booking == UNASKED else "renew"
 
 
-def _before(turn: Turn, waiting: Sequence[App]) -> list[App]:
+def _looked_at_first(turn: Turn, waiting: Sequence[App]) -> list[App]:
     """Return the apps, by arrival, whose bookings have been looked at before those that wait."""
     waits = {app.id for app in waiting}
     order = (turn.state.apps[app_id] for _, app_id in turn.index.order if app_id not in waits)

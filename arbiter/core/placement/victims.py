@@ -34,7 +34,7 @@ class Demand(Struct, frozen=True):
         """Return the difference."""
         return Demand(self.gpus - other.gpus, self.cpus - other.cpus, self.host_bytes - other.host_bytes)
 
-    def within(self, other: Demand) -> bool:
+    def fits_in(self, other: Demand) -> bool:
         """Whether no part of it is more than that of `other`; sums of parts round, and that is forgiven.
 
         Of what is given away already and more (`other` is below zero) there is enough for who takes none of it.
@@ -140,7 +140,7 @@ def _joined(units: Sequence[Victim]) -> Victim:
     return Victim(units[0].app, node, tuple(gpu for unit in units for gpu in unit.gpus), units[0].part)
 
 
-def without(units: Iterable[Victim], victim: Victim) -> list[Victim]:
+def units_without(units: Iterable[Victim], victim: Victim) -> list[Victim]:
     """Return those units of which `victim` is not, and is not made up."""
     gone: set[GpuId] = {gpu.gpu for gpu in victim.gpus}
     return [unit for unit in units if unit.gpus[0].gpu not in gone]

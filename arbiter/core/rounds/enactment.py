@@ -31,7 +31,7 @@ def enact(turn: Turn, phase: Deciding, allocation: Allocation) -> tuple[Outcome,
     for stray in sorted(allocation.assign.keys() - open_):
         turn.tell("rounds", f"the policy assigned {stray}, which was not in play; ignored", loudly=True)
     desired = {gpu: app for gpu, app in sorted(allocation.assign.items()) if gpu in open_}
-    here = _here(turn, asked, takeable, allocation)
+    here = _gpus_in_play(turn, asked, takeable, allocation)
     withheld = in_vain(turn, here, desired)
     for (app, why), gpus in _grouped((desired[gpu], why, gpu) for gpu, why in withheld.items()):
         turn.tell("rounds", f"round {turn.state.round} gave {gpus} to {app} in vain: {why}", loudly=True)
@@ -89,7 +89,9 @@ def _note_preempted(turn: Turn, app_id: AppId, here: Mapping[GpuId, Gpu]) -> Non
         turn.state.apps[app_id] = replace(app, preempted=app.preempted + 1, preempted_in=turn.state.round)
 
 
-def _here(turn: Turn, asked: set[GpuId], takeable: frozenset[GpuId], allocation: Allocation) -> dict[GpuId, Gpu]:
+def _gpus_in_play(
+    turn: Turn, asked: set[GpuId], takeable: frozenset[GpuId], allocation: Allocation
+) -> dict[GpuId, Gpu]:
     """Return, by id, the GPUs of the decision that are still in play, or may be taken for interactive apps."""
     named = {*allocation.assign, *allocation.freed}
     ended = asked - turn.index.free if allocation.unnamed == "nobody" else set()

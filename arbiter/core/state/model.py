@@ -398,7 +398,7 @@ class Claim(Struct, frozen=True):
     confidence: float
 
 
-def _apart(jobs: Sequence[Job]) -> list[Job]:
+def _runnable_at_once(jobs: Sequence[Job]) -> list[Job]:
     """Return the jobs that can run at once: of those that are parked on one GPU the first, for whom the others wait."""
     taken: set[GpuId] = set()
     apart = []
@@ -526,7 +526,7 @@ class App(Struct, frozen=True):
         if not parked:
             return None
         if len(parked) == len(self.jobs):
-            return tuple(sorted({gpu for job in _apart(parked) for gpu in _within_reach(job, at_hand)}))
+            return tuple(sorted({gpu for job in _runnable_at_once(parked) for gpu in _within_reach(job, at_hand)}))
         named = {gpu for job in self.jobs for gpu in job.gpus}
         # Jobs that wait, but not for GPUs (a search goes on without them for now), are no reason to give it any.
         if not any(job.gpus for job in parked) or self.demand_max > len(named):

@@ -48,7 +48,7 @@ class FitGpp(Preemptive):
         """Return the one with the least score; random ones where no job alone suffices, nor several of one app."""
         alone = round_.eligible(newcomer)
         one = self._fresh(round_, alone)
-        several = [] if _saving(one) else self._fresh(round_, round_.together(newcomer, alone))
+        several = [] if _saving(one) else self._fresh(round_, round_.groups_of_one_app(newcomer, alone))
         saving = _saving(one) or _saving(several)
         found = saving or one or several
         if found:

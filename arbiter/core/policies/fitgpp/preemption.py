@@ -30,7 +30,16 @@ from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import Deal, Holes, gpus, pick, unusable
 from arbiter.core.placement.lots import shuffled
-from arbiter.core.placement.victims import Demand, Victim, capacity_of, demand_of, fewest, groups_of, units_of, without
+from arbiter.core.placement.victims import (
+    Demand,
+    Victim,
+    capacity_of,
+    demand_of,
+    fewest,
+    groups_of,
+    units_of,
+    units_without,
+)
 from arbiter.core.seam import (
     Allocation,
     AppView,
@@ -79,14 +88,14 @@ class Preemptive(Policy):
         round_ = Round(view, self._reserved_nodes)
         interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
         for app in interactive:
-            if not round_.waits(app) or round_.beyond(app) or round_.place(app) or round_.has(app):
+            if not round_.waits(app) or round_.misfit_of(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
         queue = (app for app in view.apps if app.want > 0 and app.app not in round_.interactive)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
-            if not round_.waits(app) or app.app in round_.preempted or round_.beyond(app):
+            if not round_.waits(app) or app.app in round_.preempted or round_.misfit_of(app):
                 continue
             if not round_.place(app) and not round_.has(app) and not round_.let_by(app):
                 round_.blocker = app
@@ -99,10 +108,8 @@ class Preemptive(Policy):
             round_.say(app.app, "waits for the GPUs to which its parked jobs are bound")
             return
         if not round_.fits_without(app, round_.units):
-            round_.say(
-                app.app,
-                f"waits: even without all of class batch no node had room for {gpus(app.gang)}{round_.beside(app)}",
-            )
+            wanted = f"{gpus(app.gang)}{round_.host_clause(app)}"
+            round_.say(app.app, f"waits: even without all of class batch no node had room for {wanted}")
             return
         chosen = self.victims(round_, app)
         for victim, why in chosen:
@@ -122,7 +129,7 @@ class Round:
         self.blocked: set[AppId] = set()  #: the app that stands behind it
         self._displaced: list[Displaced] = []
         self._touched: set[NodeId] = set()  #: nodes that an app is told to leave
-        self._beyond: dict[tuple[float, int], str] = {}
+        self._misfits: dict[tuple[float, int], str] = {}
         self._told = view.tells
         self._deal = Deal(view)
         self._words: dict[AppId, list[str]] = defaultdict(list)
@@ -216,7 +223,7 @@ class Round:
         if app.spans and not self.asks(app):
             return app.gang > sum(capacity_of(self.view.nodes.get(node)).gpus for node in nodes)
         demand = demand_of(app, app.gang)
-        return not any(demand.within(capacity_of(self.view.nodes.get(node))) for node in nodes)
+        return not any(demand.fits_in(capacity_of(self.view.nodes.get(node))) for node in nodes)
 
     def _gang_for(self, app: AppView, *, emptied: bool, shut: frozenset[NodeId]) -> list[GpuView]:
         near = (*app.kept, *self._deal.got[app.app])
@@ -237,7 +244,7 @@ class Round:
             room = self.free[node].plus(Demand(float(len(by_node[node]))))
             if not emptied and node in self._touched and self.asks(app):
                 continue  # the preempted job's other GPUs there are not free yet
-            if not self.asks(app) or (len(here) >= app.gang and demand.within(room)):
+            if not self.asks(app) or (len(here) >= app.gang and demand.fits_in(room)):
                 pools += here
         return pick(self._usable(app, pools, shut), one, min(app.gang, self._room(app)), near=near, held=own)
 
@@ -249,22 +256,22 @@ class Round:
         """Whether an app takes anything of a node that is counted, beside GPUs."""
         return bool(self.view.nodes) and (app.requirements.cpus > 0 or app.requirements.host_bytes > 0)
 
-    def beside(self, app: AppView) -> str:
+    def host_clause(self, app: AppView) -> str:
         """Return a clause on what an app takes of a node beside GPUs."""
         return f" with {_in_words(demand_of(app, app.gang))}" if self.asks(app) else ""
 
-    def beyond(self, app: AppView) -> str:
+    def misfit_of(self, app: AppView) -> str:
         """Return why no node could ever hold a gang of an app, for what it takes beside GPUs; empty if one could."""
         if not self.asks(app):
             return ""
         asked = app.requirements.cpus, app.requirements.host_bytes
-        if asked not in self._beyond:
-            self._beyond[asked] = self._misfit(replace(demand_of(app, app.gang), gpus=0.0))
-        return self._beyond[asked]
+        if asked not in self._misfits:
+            self._misfits[asked] = self._misfit(replace(demand_of(app, app.gang), gpus=0.0))
+        return self._misfits[asked]
 
     def _misfit(self, demand: Demand) -> str:
         capacities = [replace(capacity_of(node), gpus=0.0) for node in self.view.nodes.values()]
-        if any(demand.within(capacity) for capacity in capacities):
+        if any(demand.fits_in(capacity) for capacity in capacities):
             return ""
         of_cores = all(demand.cpus > capacity.cpus for capacity in capacities)
         largest = max(capacities, key=lambda capacity: capacity.cpus if of_cores else capacity.host_bytes)
@@ -286,7 +293,7 @@ class Round:
             roomy = set(self.free)
             enough = app.gang <= sum(self.free[node].gpus + gone[node].gpus for node in self.free)
         else:
-            roomy = {node for node in self.free if demand.within(self.free[node].plus(gone[node]))}
+            roomy = {node for node in self.free if demand.fits_in(self.free[node].plus(gone[node]))}
             enough = bool(roomy)
         return enough and (_goes_anywhere(app) or self._lies_close(app, victims, roomy))
 
@@ -313,7 +320,7 @@ class Round:
         """
         return [unit for unit in self.units if self._suffices(app, unit)]
 
-    def together(self, app: AppView, alone: Sequence[Victim]) -> list[Victim]:
+    def groups_of_one_app(self, app: AppView, alone: Sequence[Victim]) -> list[Victim]:
         """Return where jobs of one app on one node suffice together, the fewest, and none of them is among `alone`."""
         able = {unit.name for unit in alone}
         groups = groups_of(self.units, apart=False)
@@ -325,14 +332,14 @@ class Round:
         """Whether a gang of `app` would fit on a node if `victim` had left."""
         demand = demand_of(app, app.gang)
         for node, count in _counts(victim.gpus).items():
-            if demand.within(self.free[node].plus(demand_of(victim.app, count))):
+            if demand.fits_in(self.free[node].plus(demand_of(victim.app, count))):
                 return _goes_anywhere(app) or self._lies_close(app, [victim], {node})
         return False
 
     def preempt(self, victim: Victim, newcomer: AppView, why: str) -> None:
         """Let a victim leave."""
         app = victim.app
-        self.units = without(self.units, victim)
+        self.units = units_without(self.units, victim)
         keeping = [gpu for gpu in self._deal.got[app.app] if gpu not in victim.gpus]
         self._deal.take_back(app.app)
         self._deal.give(app.app, keeping)
@@ -398,8 +405,8 @@ class Round:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         if app.app in self.view.leaving:
             return "has not left yet what it lost"
-        if self.beyond(app):
-            return self.beyond(app)
+        if self.misfit_of(app):
+            return self.misfit_of(app)
         if self.blocker is not None and app.app in self.blocked:
             blocker = self.blocker
             return f"gets nothing before {blocker.app}, which stands before it and waits for a gang of {blocker.gang}"
@@ -410,7 +417,7 @@ class Round:
             if self._reserved and not self._may_enter(app)
             else ""
         )
-        return f"no node{apart} has room for its gang of {app.gang}{self.beside(app)}"
+        return f"no node{apart} has room for its gang of {app.gang}{self.host_clause(app)}"
 
 
 def _unspanning(app: AppView) -> AppView:

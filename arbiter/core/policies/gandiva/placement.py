@@ -70,7 +70,7 @@ def _looseness(view: View) -> Callable[[AppView, int], float]:
     gpus = {gpu.gpu: gpu for gpu in view.gpus}
 
     @cache
-    def beyond(name: AppId) -> float:
+    def with_more(name: AppId) -> float:
         """Return it for a gang of GPUs in play that the app does not hold."""
         app = apps[name]
         held = [*app.kept, *(gpus[gpu] for gpu in app.renewable)]
@@ -78,4 +78,4 @@ def _looseness(view: View) -> Callable[[AppView, int], float]:
         more = pick(Holes(list(others)), app, app.gang, near=held)
         return LOOSENESS[locality([*held, *more])] if len(more) == app.gang else NOWHERE
 
-    return lambda app, has: OWN if has + app.gang <= len(app.kept) + len(app.renewable) else beyond(app.app)
+    return lambda app, has: OWN if has + app.gang <= len(app.kept) + len(app.renewable) else with_more(app.app)

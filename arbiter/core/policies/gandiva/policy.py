@@ -197,10 +197,10 @@ class _Round:
         """Place one gang of `app`, somehow; if it cannot be, note why."""
         count = min(app.gang, self.missing(app))
         if app.bound:
-            return self._back(app, count)
+            return self._resume_parked(app, count)
         seats = self.idle_place(app, count, self._near(app))
         if seats:
-            self._seat(app, seats, self._beside(app, seats))
+            self._seat(app, seats, self._clause_on_nodes(app, seats))
             return True
         return self._reclaim(app, count) or self._share(app, count)
 
@@ -211,13 +211,13 @@ class _Round:
         self.table.put(app.app, seats)
         self.say(app.app, f"gets {gpus(len(seats))} on {_nodes(seats)}{why}")
 
-    def _beside(self, app: AppView, seats: Sequence[GpuView]) -> str:
+    def _clause_on_nodes(self, app: AppView, seats: Sequence[GpuView]) -> str:
         sizes = {self.table.affinity(seat.node) for seat in seats}
         if sizes == {app.gang}:
             return f", which serves jobs of {app.gang}"
         return ", which was idle" if sizes == {0} else f", beside jobs of {max(sizes)}"
 
-    def _back(self, app: AppView, count: int) -> bool:
+    def _resume_parked(self, app: AppView, count: int) -> bool:
         """Let an app whose parked jobs are bound to GPUs go on there."""
         assert app.only is not None
         table = self.table

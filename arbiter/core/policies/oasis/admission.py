@@ -146,11 +146,11 @@ class Sale:
         """Return the nodes with all bookings; the time slot that has begun is the first."""
         pool = Pool.empty(self._capacity(), self._terms.slots, self._bounds)
         for app in self._market.booked:
-            for deployment in self._ahead(app):
+            for deployment in self._booked_from_now(app):
                 pool.sell(deployment.slot, (1.0,), deployment.workers)
         return pool
 
-    def _ahead(self, app: AppView) -> tuple[Deployment, ...]:
+    def _booked_from_now(self, app: AppView) -> tuple[Deployment, ...]:
         """Return the booking of an app from now on, as far as its nodes are there."""
         assert app.booking is not None
         horizon = range(self._terms.slots)
@@ -197,7 +197,7 @@ class Sale:
         homes = self._homes(pool, self._app, self.request)
         best, prospects = best_schedule(self.request, homes, (pool, None)) if homes else (None, None)
         if self._app.booking is not None:
-            return self._anew(best)
+            return self._booking_at_any_cost(best)
         moved: tuple[tuple[AppId, Booking, str], ...] = ()
         bound = self._app.app in self._market.kinds or self._app.app in self._market.places
         moves = self._terms.second_look and not bound
@@ -244,7 +244,7 @@ class Sale:
 
     def _as_booked(self, pool: Pool, app: AppView, density_: float) -> BookedApp:
         assert app.booking is not None
-        request, ahead = _asks(self._terms, self._market, app).request, self._ahead(app)
+        request, ahead = _asks(self._terms, self._market, app).request, self._booked_from_now(app)
         homes = self._homes(pool, app, request)
         if request.one_server and app.app not in self._market.homes:
             own = {(server,) for slot in ahead for server, _ in slot.workers}
@@ -265,7 +265,7 @@ class Sale:
         )
         return app.app, booking, why
 
-    def _anew(self, best: Schedule | None) -> Admission:
+    def _booking_at_any_cost(self, best: Schedule | None) -> Admission:
         """Return a booking for the rest of the work of an app that was admitted before, whatever it costs."""
         old = self._app.booking
         assert old is not None

@@ -85,11 +85,11 @@ def best_schedule(
         found = there.best()
         prospects = prospects or there
         if found is not None and (best is None or found.payoff > best.payoff):
-            best, prospects = _on(found, home), there
+            best, prospects = _renumbered(found, home), there
     return best, prospects
 
 
-def _on(schedule: Schedule, home: Sequence[int]) -> Schedule:
+def _renumbered(schedule: Schedule, home: Sequence[int]) -> Schedule:
     """Return a schedule with servers numbered as in the pool."""
     slots = tuple(
         replace(slot, workers=tuple((home[server], count) for server, count in slot.workers)) for slot in schedule.slots

@@ -270,9 +270,9 @@ class Prospects:
         payoffs = np.where(np.isfinite(self.costs), self.utility - self.costs, -np.inf)
         if not len(payoffs) or not np.isfinite(payoffs).any():
             return None
-        return self.by(int(np.argmax(payoffs)))
+        return self.done_by(int(np.argmax(payoffs)))
 
-    def by(self, place: int) -> Schedule:
+    def done_by(self, place: int) -> Schedule:
         """Return the cheapest schedule that is done by the `place`-th slot from the arrival on."""
         chosen = self._chosen_by_marginals(place) if self._rows is None else self._chosen_by_rows(place)
         slots = tuple(self._deploy(at, index) for at, index in sorted(chosen.items()))

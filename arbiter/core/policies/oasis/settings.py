@@ -17,10 +17,10 @@ class Settings(PolicySettings, frozen=True):
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
-        _within(self, "slot_s", 1e-3, 1e9)
-        _within(self, "slots", 1, 10_000)
-        _within(self, "price_max", 0.0, 1e12)
-        _within(self, "price_min", 0.0, 1e12)
+        _require_between(self, "slot_s", 1e-3, 1e9)
+        _require_between(self, "slots", 1, 10_000)
+        _require_between(self, "price_max", 0.0, 1e12)
+        _require_between(self, "price_min", 0.0, 1e12)
         if 0.0 < self.price_max < self.price_min:
             raise ValueError(
                 f"price_max is {self.price_max}, below price_min ({self.price_min}); raise it, or leave it out"
@@ -37,8 +37,8 @@ class Terms(Settings, frozen=True):
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         super().__post_init__()
-        _within(self, "margin", 0.0, 10.0)
-        _within(self, "promise", 0.0, 1.0)
+        _require_between(self, "margin", 0.0, 10.0)
+        _require_between(self, "promise", 0.0, 1.0)
 
 
 def terms_of(settings: Settings) -> Terms:
@@ -46,6 +46,6 @@ def terms_of(settings: Settings) -> Terms:
     return settings if isinstance(settings, Terms) else Terms(**asdict(settings))
 
 
-def _within(settings: Settings, name: str, least: float, most: float) -> None:
+def _require_between(settings: Settings, name: str, least: float, most: float) -> None:
     value = getattr(settings, name)
     require(least <= value <= most, name, value, f"from {least:g} to {most:g}")

@@ -53,7 +53,7 @@ class YarnCs(Ranked):
                 taken = before - selection.left
                 used[app.tenant] += taken
             if not taken and room < app.gang and selection.told:
-                selection.stopped[app.app] = _beyond(view, app, used[app.tenant])
+                selection.stopped[app.app] = _quota_clause(view, app, used[app.tenant])
             if not taken and not selection.has(app) and not (app.by_kind and room >= app.gang):
                 blockers[app.tenant] = app
 
@@ -62,7 +62,7 @@ class YarnCs(Ranked):
         return quota_figures(view)
 
 
-def _beyond(view: View, app: AppView, used: int) -> str:
+def _quota_clause(view: View, app: AppView, used: int) -> str:
     """Return a clause on a quota that leaves no gang of `app`, its tenant using so many GPUs."""
     quota = quota_of(view, app.tenant)
     why = "" if quota else ", as the quotas of others leave it no GPU"

@@ -288,7 +288,7 @@ class _Round:
     def _fraction_gap(self, award: Award) -> float:
         if not award.won:
             return 0.0
-        value, upper = self._solved.without(self._number[award.app])
+        value, upper = self._solved.best_without(self._number[award.app])
         return upper - value
 
     @cached_property
@@ -426,12 +426,12 @@ def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
     return replace(
         view,
         gpus=part,
-        apps=tuple([_within(app, there) for app in apps]),
+        apps=tuple([_confined_to(app, there) for app in apps]),
         offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
     )
 
 
-def _within(app: AppView, part: set[GpuId]) -> AppView:
+def _confined_to(app: AppView, part: set[GpuId]) -> AppView:
     """Return an app with those GPUs in play that it holds of a part."""
     if part.issuperset(app.renewable):
         return app

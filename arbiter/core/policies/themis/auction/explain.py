@@ -130,7 +130,7 @@ def _known(view: View) -> list[GpuView]:
     return [*view.gpus, *(gpu for app in view.apps for gpu in app.kept)]
 
 
-def below(rho: float) -> float:
+def greatest_below(rho: float) -> float:
     """Return the greatest number of four digits below `rho`: what a sentence can say in full."""
     unit = 10.0 ** (math.floor(math.log10(rho)) - 3)
     return float(f"{(math.ceil(rho / unit * (1.0 - 1e-9)) - 1) * unit:.4g}")
@@ -376,7 +376,7 @@ class _Case:
         rho = row.rho * math.exp(-float(missing.min()))
         if row.nodes or rho <= RHO_MIN:
             return Loss("price", text)
-        said = below(rho)
+        said = greatest_below(rho)
         how = f"a rho of about {said:.4g} instead of {row.rho:.4g} with {gpus(row.new)} more might have won them"
         change = Change("rho", how, False, gpus=row.new, level=LEVELS[row.level], rho=said)
         return Loss("price", text, (change,))
@@ -401,7 +401,7 @@ class _Case:
         rho = row.rho * math.exp(-missing)
         if rho <= RHO_MIN * 1.001:
             return None
-        said = below(rho)
+        said = greatest_below(rho)
         on = " on " + ", ".join(f"{node} ({count})" for node, count in row.nodes) if row.nodes else ""
         text = f"a rho of {said:.4g} instead of {row.rho:.4g} with {gpus(row.new)} more{on} would have won them"
         level = None if row.nodes else LEVELS[row.level]

@@ -430,7 +430,7 @@ def _result(instance: Instance, entry: Entry, outcome: Payments, *, solve_ms: fl
         for none, pick in zip(entry.log_none, picks, strict=True)
     ]
     names = [app.id for app in instance.apps]
-    without = [solved.without(bidder) for bidder in range(count)]
+    without = [solved.best_without(bidder) for bidder in range(count)]
     left = {host.id: host.free for host in instance.machines}
     grants = [_by_machine(entry.places, counts) for counts in outcome.kept]
     for grant in grants:

@@ -41,7 +41,7 @@ def log_fraction(solved: Solved, bidder: int) -> float:
     if option < 0:
         return 0.0
     gain = float(solved.problem.options.gain[option])
-    others, alone = solved.value - gain, solved.without(bidder)[0]
+    others, alone = solved.value - gain, solved.best_without(bidder)[0]
     assert others <= alone + TOLERANCE, "the others do better with a bidder than without"
     log_c = others - alone
     return 0.0 if log_c > -TOLERANCE else max(log_c, -gain)

@@ -75,7 +75,7 @@ class Worth(Struct, frozen=True):
         for part in parts:
             spread = spread_of(part, self.home, places)
             best = float(table[spread, sum(part.values())]) if part else 0.0
-            values.append(max([best, *(row.gain for row in self.explicit if _within(row, part, places))]))
+            values.append(max([best, *(row.gain for row in self.explicit if _covers(row, part, places))]))
         return values
 
 
@@ -103,7 +103,7 @@ def machine_of(place: int, places: Map) -> int:
     return int(places.parent[place]) if place < places.first_machine else place
 
 
-def _within(row: Explicit, part: Counts, places: Map) -> bool:
+def _covers(row: Explicit, part: Counts, places: Map) -> bool:
     have: Counts = {}
     for place, count in part.items():
         machine = machine_of(place, places)

@@ -126,7 +126,7 @@ class Solved:
         """A bound on every allocation's sum of gains, never below `value`."""
         return max(self.value, float(self.uppers[self.whole]))
 
-    def without(self, bidder: int) -> tuple[float, float]:
+    def best_without(self, bidder: int) -> tuple[float, float]:
         """Return (value, upper bound) of the best allocation without this bidder."""
         row = self.twin[bidder]
         value = float(self.values[row])

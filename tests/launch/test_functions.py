@@ -1,4 +1,4 @@
-"""No function of the product is longer than a reader takes in at once."""
+"""No function of the product is longer than a reader takes in at once, and none is named by a lone adverb."""
 
 from __future__ import annotations
 
@@ -13,6 +13,12 @@ PRODUCT = ("arbiter", "node_agent", "app_agent", "valuation", "protocol", "simul
 #: Loops that are compiled: they may call little, and their text is part of what the cache of compiled loops goes by.
 COMPILED = "arbiter/core/policies/themis/auction/kernel.py"
 LINES_MAX = 45
+#: Adverbs and prepositions, which alone name nothing. `of` makes a value of another, `at` is a figure at a time, and an
+#: app that is `over` is over `since` then.
+LONE = """
+above after again ahead alone always anew apart as aside away back before below beside beyond by elsewhere for from here
+in later on once soon still then there to together towards under until with within without yet
+"""
 
 
 def lengths(text: str) -> Iterator[tuple[str, int]]:
@@ -43,3 +49,15 @@ def test_signature_and_docstring_do_not_count() -> None:
     assert list(lengths(text)) == [("one", 4)]
     assert list(lengths("async def two() -> None:\n    pass\n")) == [("two", 1)]
     assert list(lengths('def three() -> None:\n    """Do nothing."""\n')) == [("three", 0)]
+
+
+@pytest.mark.parametrize("room", PRODUCT)
+def test_no_function_or_class_is_named_by_an_adverb_or_a_preposition_alone(room: str) -> None:
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    found = [
+        f"{path.relative_to(ROOT)}, {node.name}"
+        for path in sorted((ROOT / room).rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, kinds) and node.name.strip("_") in LONE.split()
+    ]
+    assert found == [], "name these by a subject or a noun"
