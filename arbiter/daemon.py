@@ -45,6 +45,7 @@ from protocol.bus import Bus
 from protocol.clock import Anchor, Clock, RecordedClock
 from protocol.config import ConfigError
 from protocol.core import Send
+from protocol.garbage import seldom_collected
 from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest
 from protocol.journal.postgres import PostgresJournal
 from protocol.journal.sqlite import SqliteJournal
@@ -104,7 +105,8 @@ async def run_arbiter(
     standing_by = ""
     while True:
         try:
-            return await _run_once(config, bus, on_alive, wall, outages)
+            with seldom_collected():
+                return await _run_once(config, bus, on_alive, wall, outages)
         except (StoreAway, Deposed, NewerStore) as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():  # the store went away as this arbiter was told to end

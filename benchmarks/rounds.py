@@ -42,6 +42,7 @@ from arbiter.core.seam import Allocation  # noqa: E402
 from arbiter.core.state.model import ArbiterSettings, Leased  # noqa: E402
 from benchmarks.calibration import Calibration  # noqa: E402
 from protocol.core import Connected, Received, Send, Tick  # noqa: E402
+from protocol.garbage import seldom_collected  # noqa: E402
 from protocol.messages import (  # noqa: E402
     AppId,
     AppReport,
@@ -560,7 +561,7 @@ def measure(name: str, *, quick: bool) -> Case:
     """Run one case in this process; times are calibrated seconds from here on."""
     size = QUICK if quick else WHOLE
     calibration = Calibration()
-    with nullcontext() if name in TOLD else untold():
+    with seldom_collected(), nullcontext() if name in TOLD else untold():  # as the daemon is
         found = CASES[name](size, calibration)
     calibration.around()
     second_s = calibration.second_s

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from math import fsum
 from typing import Any
 
@@ -24,6 +22,7 @@ from arbiter.core.state import fairness
 from arbiter.core.state.fairness import TimeMean
 from arbiter.core.state.model import ArbiterSettings
 from node_agent.core.events import StartWorker
+from protocol.garbage import seldom_collected
 from protocol.messages import JobId, Level, NodeId, Requirements, device_of
 from simulator.cluster import Cluster
 from simulator.costs import Costs
@@ -66,19 +65,8 @@ def simulate(
     every message, as a bus does. `host_of` makes the hosts of apps that know more than their specs say.
     """
     settings = quiet(replace(settings, policy=policy, seed=seed))
-    with _seldom_collected():
+    with seldom_collected():  # looks take a tenth of the time
         return Simulation(workload, cluster, settings, costs, profiles, progress, wire=wire, host_of=host_of).run()
-
-
-@contextmanager
-def _seldom_collected() -> Iterator[None]:
-    """Look for garbage in cycles seldom: a world keeps much and makes few cycles, and looking costs a tenth of it."""
-    before = gc.get_threshold()
-    gc.set_threshold(100_000, 20, 100)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 def described(settings: ArbiterSettings, policies: Iterable[str]) -> dict[str, Any]:

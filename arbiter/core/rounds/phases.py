@@ -129,7 +129,8 @@ def _said(turn: Turn, phase: Deciding) -> dict[AppId, claim_audit.Said]:
         states = [turn.state.gpus[gpu].state for gpu in held if gpu in turn.state.gpus]
         ending = {state.lease.app for state in states if isinstance(state, Leased)}
         return dict.fromkeys(ending, claim_audit.Said())
-    return {app: claim_audit.Said(rho, phase.rhos_none.get(app)) for app, rho in phase.rhos.items()}
+    asked = (app for app in turn.index.holders if app in phase.rhos)  # nothing was measured of the others
+    return {app: claim_audit.Said(phase.rhos[app], phase.rhos_none.get(app)) for app in asked}
 
 
 def _asked(phase: Probing | Bidding, app: AppId) -> bool:
