@@ -154,7 +154,7 @@ class AppView(Struct, frozen=True):
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
     left_gpu_s: float | None = None  #: and the GPU-seconds that takes
     left_at: float = 0.0
-    demand_most: int = 0  #: the most GPUs that it has ever asked for
+    demand_held: int = 0  #: the GPUs for which it asked when its jobs had the most; for now, if they have had none
     declared_gpu_s: float = 0.0  #: all the GPU-seconds that it would take, as it said; 0: it has not said yet
     overrun: float = 1.0  #: when it came: how many times what they declared its owner's finished apps have taken
     #: Where it asks for more than it has shown that it can use (`members.idle_gangs`): the GPUs that it has shown, and

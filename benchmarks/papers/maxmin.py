@@ -51,9 +51,10 @@ SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
 OTHERS = ("srtf", "gandiva-placement", "optimus", "themis", "las")
 
-Lie = Literal["", "left", "total", "cluster", "demand", "waiting"]
-#: Lies about the demand: more is asked for always, or only while the app has no GPUs. It gives back what it cannot use.
-DEMANDS = ("demand", "waiting")
+Lie = Literal["", "left", "total", "cluster", "demand", "waiting", "lacking"]
+#: Lies about the demand: more is asked for always, only while the app has no GPUs, or only while it has fewer than it
+#: can use. It gives back what it cannot use.
+DEMANDS = ("demand", "waiting", "lacking")
 #: Lies that are told under `themis`, too.
 THEMIS = ("total", "demand")
 
@@ -117,7 +118,7 @@ FULL = Plan(
     apps=12,
     scale=0.1,
     lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("cluster", 0.5, 1.0),
-        ("demand", 1.0, 1.0), ("waiting", 1.0, 1.0)),
+        ("demand", 1.0, 1.0), ("waiting", 1.0, 1.0), ("lacking", 1.0, 1.0)),
     lying_seeds=(3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     lying_apps=12,
     lying_scale=0.1,
@@ -219,10 +220,17 @@ def telling(lie: Lie, by: float) -> Change:
         if lie == "total" and message.left_gpu_s:
             message = _shorter(message, max(0.01, 1.0 - by * total_gpu_s / message.left_gpu_s))
             return replace(message, ideal_s=message.ideal_s * cluster)
-        holds = lie == "waiting" and (message.releases or any(job.gpus for job in message.jobs))
-        return _wider(message, 1.0 + by) if lie in DEMANDS and not holds else message
+        return _wider(message, 1.0 + by) if lie in DEMANDS and not _is_true_now(lie, message) else message
 
     return change
+
+
+def _is_true_now(lie: Lie, report: AppReport) -> bool:
+    """Whether a liar about its demand tells its true one in this report."""
+    held = sum(len(job.gpus) for job in report.jobs)
+    if lie == "waiting":
+        return bool(report.releases) or held > 0
+    return lie == "lacking" and held >= report.demand_max
 
 
 def _shorter(report: AppReport, part: float) -> AppReport:

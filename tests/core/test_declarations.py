@@ -6,9 +6,13 @@ import pytest
 
 from arbiter.core.members import declarations
 from arbiter.core.members.declarations import KEPT, OVERRUN_MAX, overrun
+from arbiter.core.rounds import seats
+from arbiter.core.rounds.views import make_view
+from arbiter.core.state.index import Index
 from arbiter.core.state.model import App, Declared, State
+from arbiter.core.turn import Turn
 from protocol.messages import AppId
-from tests.support.arbiter_site import SETTINGS, Site
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, wish
 from tests.support.wishes import replace
 
 
@@ -50,6 +54,42 @@ def test_an_app_that_does_not_say_what_is_left_declares_nothing() -> None:
     site = site_of()
     site.app("ana-1")
     assert app_of(site, "ana-1").declared_gpu_s == 0.0
+
+
+# --- the demand to which an app is held -----------------------------------------------------------------------------
+
+
+def says(site: Site, asks: int, *gpus: int) -> int:
+    """An app asks for so many GPUs, its jobs having these; return what it is held to."""
+    jobs = [wish("ana-1", index, [gpu_id("n0", gpu)]) for index, gpu in enumerate(gpus)]
+    site.app("ana-1", demand=asks, jobs=jobs, left_s=500.0, left_gpu_s=500.0)
+    return app_of(site, "ana-1").demand_held
+
+
+def shown(site: Site) -> int:
+    """What a policy is shown of it."""
+    turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
+    (view,) = make_view(turn, seats.shown(turn), {}).apps
+    return view.demand_held
+
+
+def test_an_app_is_held_to_what_it_asks_for_when_its_jobs_have_the_most() -> None:
+    site = site_of(4)
+    assert (says(site, 8), shown(site)) == (0, 8)
+    assert (says(site, 6), shown(site)) == (0, 6), "its jobs have had none, so what it asks for now counts"
+    site.wait(5.0)
+    assert len(site.held("ana-1")) == 4
+    assert says(site, 8, 0) == 8
+    assert says(site, 4, 0, 1) == 4, "as its jobs have more, it tells less"
+    assert (says(site, 8, 0), shown(site)) == (4, 4), "it may ask for more while it lacks GPUs again"
+    assert says(site, 6, 0, 1) == 6, "a search may begin more trials on as many GPUs"
+    assert says(site, 5, 0, 1) == 6
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_gpus_that_an_app_claims_and_that_are_not_its_own_do_not_count() -> None:
+    site = site_of(2)
+    assert (says(site, 8, 0, 1), shown(site)) == (0, 8)
 
 
 @pytest.mark.parametrize(("ends", "counts"), [("finished", True), ("failed", False)])

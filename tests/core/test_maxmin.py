@@ -196,7 +196,7 @@ def test_t_cluster_follows_from_what_an_app_declares_and_not_from_what_it_tells_
     apps = [
         replace(
             app(name, left_s=50.0, alone_s=alone_s),
-            left_gpu_s=200.0, demand_max=2, demand_most=4, declared_gpu_s=200.0 * declares,
+            left_gpu_s=200.0, demand_max=2, demand_held=4, declared_gpu_s=200.0 * declares,
         )
         for name, alone_s in (("honest", 50.0), ("liar", 25.0))
     ]  # fmt: skip

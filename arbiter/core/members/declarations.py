@@ -7,6 +7,10 @@ the GPU time it had are added to those of its owner. Apps that are cancelled or 
 they declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease
 there is of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
 
+An app is held to the demand that it stated when its jobs had the most GPUs at a time. If it asks for more than it can
+use only while it lacks GPUs, it has to tell its true demand by then, or it is given GPUs that it leaves idle
+(`idle_gangs`).
+
 *Source:* ours.
 """
 
@@ -34,7 +38,23 @@ def overrun(state: State, owner: str) -> float:
 
 
 def note(turn: Turn, app: App) -> App:
-    """Return an app that has just reported with its declaration; 0 where GPUs are shared."""
+    """Return an app that has just reported with what it is held to: its declaration, and its demand."""
+    return _note_declaration(turn, _note_demand(turn, app))
+
+
+def _note_demand(turn: Turn, app: App) -> App:
+    """Note for how many GPUs an app asks when its jobs have the most that they have had."""
+    held = len({gpu for job in app.jobs for gpu in job.gpus} & turn.index.gpus[app.id])
+    if not held or held < app.held_most:
+        return app
+    wished = app.demand_wished or app.demand_max
+    if held > app.held_most:
+        return replace(app, held_most=held, demand_held=wished)
+    return app if wished <= app.demand_held else replace(app, demand_held=wished)
+
+
+def _note_declaration(turn: Turn, app: App) -> App:
+    """Note what an app declares with its first estimate; 0 where GPUs are shared."""
     if turn.state.settings.sharing != "exclusive":
         return replace(app, declared_gpu_s=0.0)
     if app.declared_gpu_s or app.left_gpu_s is None:

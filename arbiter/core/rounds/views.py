@@ -257,7 +257,7 @@ def _look_at(
         left_s=app.left_s,
         left_gpu_s=app.left_gpu_s,
         left_at=app.left_at,
-        demand_most=app.demand_most,
+        demand_held=app.demand_held or app.demand_max,
         declared_gpu_s=app.declared_gpu_s,
         overrun=app.overrun,
         shown=app.shown,

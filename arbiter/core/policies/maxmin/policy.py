@@ -175,7 +175,7 @@ class _Told(NamedTuple):
     leases: Figures
     granted_sum: Figures
     demand_max: Figures
-    demand_most: Figures
+    demand_held: Figures
     gang: Figures
     declared_gpu_s: Figures
     overrun: Figures
@@ -217,7 +217,7 @@ def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Se
     least_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
     left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
     # T_cluster follows from the declaration: what an app tells of it could be too short all by itself.
-    declared_s = told.declared_gpu_s / np.clip(told.demand_most, 1.0, gpus)
+    declared_s = told.declared_gpu_s / np.clip(told.demand_held, 1.0, gpus)
     cluster_s = np.where(told.declared_gpu_s > 0.0, declared_s, told.alone_s)
     alone_s = np.maximum(LEFT_MIN_S, np.where(cluster_s > 0.0, cluster_s * stretch * times, total / width))
     age_s = np.maximum(0.0, view.now - told.arrived_at)
