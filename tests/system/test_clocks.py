@@ -57,13 +57,18 @@ def stand_still(daemon: DaemonProcess, meanwhile: Callable[[], None]) -> None:
         daemon.signal(signal.SIGCONT)
 
 
+def check_that_training_outlives(cluster: Cluster) -> None:
+    """Have the daemon of its users stand still; training goes on, and afterwards GPUs change hands as ever."""
+    cluster.fill(steps=400)
+    workers = cluster.pids()
+    stand_still(cluster.app_agent, lambda: cluster.wait_progress(30))
+    cluster.contest()
+    assert cluster.pids() >= workers
+    cluster.finish_without_a_scratch()
+
+
 def test_training_outlives_an_app_agent_that_stands_still(impatient: Cluster) -> None:
-    impatient.fill(steps=400)
-    workers = impatient.pids()
-    stand_still(impatient.app_agent, lambda: impatient.wait_progress(30))
-    impatient.contest()
-    assert impatient.pids() >= workers
-    impatient.finish_without_a_scratch()
+    check_that_training_outlives(impatient)
 
 
 class GatewayCluster(Cluster):
@@ -108,12 +113,7 @@ def test_training_outlives_a_gateway_that_stands_still(
 
     monkeypatch.setattr(socket.socket, "connect", connect_as_user)
     with started(site):
-        site.fill(steps=400)
-        workers = site.pids()
-        stand_still(site.app_agent, lambda: site.wait_progress(30))
-        site.contest()
-        assert site.pids() >= workers
-        site.finish_without_a_scratch()
+        check_that_training_outlives(site)
 
 
 def test_jobs_of_a_node_agent_that_stands_still_go_on_elsewhere_and_no_gpu_is_shared(impatient: Cluster) -> None:
