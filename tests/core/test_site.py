@@ -642,6 +642,26 @@ def test_an_app_that_has_not_heard_yet_that_it_lost_a_gpu_proves_nothing_of_the_
     assert taken(site.app("ana-1", jobs=[wish("ana-1", next_job, [gpu])], run="r", site=OURS)) == []
 
 
+@pytest.mark.parametrize("leads_anew", [False, True])
+def test_an_app_whose_word_of_a_gpu_was_lost_until_it_had_lost_that_gpu_proves_nothing_of_the_journal(
+    leads_anew: bool,
+) -> None:
+    """World 1795820908: its first report with the GPU was lost, and the second came when the lease had ended."""
+    site = a_site_at_work()
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [gpu_id("n1", 0)])], run="r", site=OURS)
+    site.wait(2.0)
+    second = gpu_id("n1", 1)
+    assert second in site.held("ana-1")
+    site.lead()
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {gpu_id("n1", 0): "ana-1"})
+    assert isinstance(site.gpu_state(second), Free)
+    if leads_anew:
+        site.lead()
+    jobs = [wish("ana-1", 0, [gpu_id("n1", 0)]), wish("ana-1", 1, [second])]
+    assert taken(site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)) == []
+
+
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
 def test_an_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
     site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()

@@ -232,7 +232,10 @@ def release(turn: Turn, gpu: Gpu) -> model.App:
     drained = gpu.state
     held_s = turn.now - drained.lease.granted_at
     app = turn.state.apps[drained.lease.app]
-    turn.state.apps[app.id] = replace(app, tally=replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s))
+    lately = turn.now - turn.state.settings.node_timeout_s
+    had = {each: at for each, at in app.had.items() if at > lately} | {gpu.id: turn.now}
+    tally = replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s)
+    turn.state.apps[app.id] = replace(app, tally=tally, had=had)
     turn.put_gpu(gpu, Free(turn.now))
     book = turn.close_book(drained.lease)
     turn.index.versions[app.id] += 1

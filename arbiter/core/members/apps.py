@@ -74,13 +74,13 @@ def speaks_for(sender: Party, report: AppReport) -> bool:
 def unknown_gpus(state: State, app: App | None, report: AppReport) -> set[GpuId]:
     """Return the GPUs on which an app has put jobs, though by our state they were never its own: we lost their leases.
 
-    `app` is the app as we know it. GPUs that it had when it was heard last, or is leaving, prove nothing, nor do those
-    where a job is parked: it has lost their leases.
+    `app` is the app as we know it. GPUs that it had when it was heard last, is leaving, or has had lately prove
+    nothing, nor do those where a job is parked: it has lost their leases.
     """
     over = app is not None and isinstance(app.state, Settled | model.Refused)
     if report.state != "active" or over or (app is not None and report.run != app.run):
         return set()
-    before = {gpu for job in app.jobs for gpu in job.gpus} if app is not None else set()
+    before = {gpu for job in app.jobs for gpu in job.gpus} | app.had.keys() if app is not None else set()
     news = (job for job in report.jobs if app is None or not job.suspended)
     return {gpu for job in news for gpu in job.gpus if gpu not in before and _holder(state, gpu) != report.app}
 

@@ -441,6 +441,7 @@ class App(Struct, frozen=True):
     suspensions: int = 0
     metrics: dict[str, float] = {}
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
+    had: dict[GpuId, float] = {}  #: GPUs whose leases ended lately, and when: it may not have heard so yet
     holdings_seq: int = 0
     holdings_digest: str = ""
     #: Its newest report that took something back which it had wished, or said again that it is over: it waits until it
