@@ -193,7 +193,7 @@ def launcher(config: Config) -> None:
     with answering(as_json=False):
         import app_agent
         from launch.faults import Fault
-        from launch.notify import notify
+        from launch.notify import feeder
         from node_agent.launcher.config import load
         from node_agent.launcher.service import serve
         from protocol.config import ConfigError
@@ -202,7 +202,7 @@ def launcher(config: Config) -> None:
         try:  # not by `launch.site`, which imports all daemons: this one is root
             chosen = load(config)
             chosen = replace(chosen, bootstrap_dir=chosen.bootstrap_dir or str(bootstrap))
-            serve(chosen, ready=lambda: notify("READY=1"))
+            serve(chosen, on_alive=feeder())
         except ConfigError as error:
             raise Fault(str(error), code=exit_codes.USAGE) from error
 

@@ -50,7 +50,7 @@ WORKERS = Path(__file__).parents[1] / "workers"
 SHIM, HELPER = ("-I", "-S", str(WORKERS / "shim.py")), ("-I", str(WORKERS / "driver_helper.py"))
 #: The memory of a suspended GPU is the task's. A helper that is stopped has nothing to tidy up.
 HELPER_LIMITS = ("KillSignal=SIGKILL", "MemoryMax=1G")
-#: For the node agent to send a request, and for a program to connect once its unit is started.
+#: For the node agent to send a request, and for a program to connect once its unit is started. Half of `WatchdogSec`.
 PATIENCE_S = 30.0
 CONNECTIONS_MAX = 64
 #: The variables that a node agent may give a task: those of the worker contract, and for virtual GPUs. None of them
@@ -376,8 +376,10 @@ def _listening(path: Path, uid: int) -> Iterator[socket.socket]:
             path.unlink(missing_ok=True)
 
 
-def serve(config: LauncherConfig, units: Units | None = None, ready: Callable[[], object] = lambda: None) -> None:
+def serve(config: LauncherConfig, units: Units | None = None, on_alive: Callable[[], object] = lambda: None) -> None:
     """Answer requests until SIGTERM; tasks go on.
+
+    `on_alive` is called once it is ready, and then every `PATIENCE_S` at the latest, for a watchdog.
 
     Raises
     ------
@@ -390,14 +392,14 @@ def serve(config: LauncherConfig, units: Units | None = None, ready: Callable[[]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     try:
         with _listening(path, launcher.node_uid) as listener:
-            listener.settimeout(None)
             _log("launcher.ready", socket=str(path), node_user=config.node_user)
-            ready()
             room = threading.BoundedSemaphore(CONNECTIONS_MAX)
             while True:
-                connection, _ = listener.accept()
-                room.acquire()
-                threading.Thread(target=_converse, args=(launcher, connection, room), daemon=True).start()
+                on_alive()
+                with suppress(TimeoutError):
+                    connection, _ = listener.accept()
+                    room.acquire()
+                    threading.Thread(target=_converse, args=(launcher, connection, room), daemon=True).start()
     except OSError as error:
         raise ConfigError(f"socket {path} cannot be used: {error.strerror}; choose another path") from error
 

@@ -211,17 +211,30 @@ class Launcher:
     def _ask(self, request: Request, descriptors: Sequence[int] = ()) -> Reply:
         assert len(descriptors) <= DESCRIPTORS_MAX
         try:
-            with _connected(self._path) as connection:
-                connection.settimeout(ANSWER_S)
-                data = msgspec.json.encode(request) + b"\n"
-                sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
-                if sent < len(data):  # even to send nothing fails once the launcher has answered and closed
-                    connection.sendall(data[sent:])
-                return msgspec.json.decode(connection.makefile("rb").readline(), type=Reply)
+            try:
+                return self._answer(request, descriptors)
+            except (
+                ConnectionResetError,
+                BrokenPipeError,
+            ) as error:  # it ended; it starts a task once, asked twice, too
+                log.warning("launcher.lost", request=type(request).__name__, reason=str(error))
+                return self._answer(request, descriptors)
         except (OSError, msgspec.DecodeError) as error:
             raise CannotStart(
                 f"the launcher at {self._path} does not answer ({error}); see journalctl -u gpu-arbiter-launcher"
             ) from error
+
+    def _answer(self, request: Request, descriptors: Sequence[int]) -> Reply:
+        with _connected(self._path) as connection:
+            connection.settimeout(ANSWER_S)
+            data = msgspec.json.encode(request) + b"\n"
+            sent = socket.send_fds(connection, [data], descriptors) if descriptors else 0
+            if sent < len(data):  # even to send nothing fails once the launcher has answered and closed
+                connection.sendall(data[sent:])
+            line = connection.makefile("rb").readline()
+        if not line:
+            raise ConnectionResetError("it ended before it answered")
+        return msgspec.json.decode(line, type=Reply)
 
 
 def key_of(pid: int) -> Key | None:

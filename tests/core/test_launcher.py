@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -28,7 +29,7 @@ from node_agent import config as node_config
 from node_agent.config import NodeConfig
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import DESCRIPTORS, Drive, Reply, Start
+from node_agent.launcher.requests import DESCRIPTORS, Drive, Living, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
 from node_agent.workers import shim, supervisors
@@ -573,6 +574,58 @@ def test_a_supervisor_can_write_nothing_into_the_lock_of_its_record(tmp_path: Pa
     log, end, lock, pipe = modes
     assert (log, end, lock, pipe) == (os.O_WRONLY, os.O_RDWR, os.O_RDONLY, os.O_WRONLY)
     assert not record.alive, "it is let go"
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_launcher_that_ends_before_it_has_answered_is_asked_once_more(tmp_path: Path, heard: bool) -> None:
+    """One that stood still is ended by systemd, with all requests that wait for it; the next one answers."""
+
+    def end_and_answer() -> None:
+        listener, requests = listening(), list[bytes]()
+        connection, _ = listener.accept()
+        requests += [connection.makefile("rb").readline()] * heard
+        listener.close()
+        connection.close()
+        (tmp_path / "l.sock").unlink()
+        with listening() as following:
+            connection, _ = following.accept()
+            with connection:
+                requests.append(connection.makefile("rb").readline())
+                connection.sendall(msgspec.json.encode(Reply(keys=("0a0a0a0a-0a0a0a0a0a0a0a0a",))) + b"\n")
+        told.append(requests)
+
+    def listening() -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(tmp_path / "l.sock"))
+        listener.listen()
+        return listener
+
+    told = list[list[bytes]]()
+    ending = threading.Thread(target=end_and_answer, daemon=True)
+    ending.start()
+    reply = supervisors.Launcher(tmp_path / "l.sock")._ask(Living("0a0a0a0a"))
+    ending.join()
+    assert reply.keys == ("0a0a0a0a-0a0a0a0a0a0a0a0a",)
+    assert len(set(told[0])) == 1, "the same request"
+
+
+def test_a_launcher_that_nobody_asks_anything_gives_its_signs_of_life(
+    monkeypatch: pytest.MonkeyPatch, site: Site
+) -> None:
+    monkeypatch.setattr(service, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(service.os, "geteuid", lambda: 0)
+    signs = count(1)
+
+    def sign() -> None:
+        if next(signs) == 5:
+            raise EndOfTestError
+
+    with pytest.raises(EndOfTestError), TemporaryDirectory() as folder:
+        service.serve(replace(site.config, socket=f"{folder}/l.sock"), on_alive=sign)
+
+
+class EndOfTestError(Exception):
+    """No fault of a launcher's."""
 
 
 # --- the service itself ---------------------------------------------------------------------------------------------

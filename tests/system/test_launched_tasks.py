@@ -31,7 +31,7 @@ from node_agent.workers.ssh_server import SERVER_FOLDERS
 from protocol.messages import TaskOrder, TaskStatus, Want
 from tests.support.cluster import until
 from tests.support.gateway import GATEWAY, Hand
-from tests.support.launcher_host import LAUNCHER, REPOSITORY, RUNTIME, UIDS, Host, as_user, launcher_host, why_not
+from tests.support.launcher_host import LAUNCHER, REPOSITORY, RUNTIME, UIDS, UNIT, Host, as_user, launcher_host, why_not
 from tests.support.node_site import NodeProcess, find_task, plan_of, task_order
 from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import StandIn, cards
@@ -42,6 +42,8 @@ pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark
 STATE = Path("/srv/node/state")
 OWN_GPU, OTHER_GPU = f"/dev/gpu-arbiter-own-{os.getpid()}", f"/dev/gpu-arbiter-other-{os.getpid()}"
 NUMBERS = count(1)
+#: `WatchdogSec` and `RestartSec` of the launcher's unit.
+WATCHDOG_S, RESTART_S = 60.0, 5.0
 
 
 class Bench:
@@ -471,8 +473,25 @@ async def test_a_restart_of_the_node_agent_or_the_launcher_leaves_training_untou
         assert not bench.is_there(processes[1])
 
 
+@pytest.fixture
+def unwatched(host: tuple[Host, Hand]) -> Iterator[None]:
+    """The unit of the launcher has no watchdog, as that of a site that has turned it off."""
+    drop_in = f"/etc/systemd/system/{UNIT}.d/unwatched.conf"
+    host[0].write(drop_in, "[Service]\nWatchdogSec=0\n")
+    again = ("sh", "-c", f"systemctl daemon-reload; systemctl restart {UNIT}")
+    host[0].run(*again)
+    yield
+    host[0].run("rm", drop_in)
+    host[0].run(*again)
+
+
+def launcher_of(host: Host) -> str:
+    return host.run("systemctl", "show", "--value", "--property=MainPID", UNIT).strip()
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
+@pytest.mark.usefixtures("unwatched")
 async def test_a_launcher_that_stands_still_for_two_minutes_fails_what_is_to_start_and_nothing_else(
     bench: Bench,
 ) -> None:
@@ -480,8 +499,7 @@ async def test_a_launcher_that_stands_still_for_two_minutes_fails_what_is_to_sta
     trains, late = bench.task("alice", "work"), bench.task("bob", "work")
     await bench.plan(trains)
     await bench.trains(trains)
-    show = ("systemctl", "show", "--value", "--property=MainPID", "gpu-arbiter-launcher")
-    launcher = bench.host.run(*show).strip()
+    launcher = launcher_of(bench.host)
     bench.host.run("kill", "-STOP", launcher)
     try:
         await bench.plan(trains, late)
@@ -491,12 +509,29 @@ async def test_a_launcher_that_stands_still_for_two_minutes_fails_what_is_to_sta
         bench.host.run("kill", "-CONT", launcher)
     ended = await bench.ended(late)
     assert (ended.outcome, "does not answer (timed out)" in ended.reason) == ("failed", True)
-    assert bench.host.run(*show).strip() == launcher
+    assert launcher_of(bench.host) == launcher
     again = bench.task("bob", "work")
     await bench.plan(trains, again)
     await bench.trains(again)
     assert {int(pid) for pid in bench.host.run("pgrep", "-u", "bob", ".").split()} == {*bench.processes(again)}
     for task in (trains, again):
+        await bench.want(task, "stop", grace_s=0.1)
+        assert (await bench.ended(task)).outcome == "stopped"
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+async def test_systemd_ends_a_launcher_that_stands_still_and_the_next_one_starts_what_has_waited(bench: Bench) -> None:
+    trains, late = bench.task("alice", "work"), bench.task("bob", "work")
+    await bench.plan(trains)
+    step = (await bench.trains(trains)).step
+    launcher = launcher_of(bench.host)
+    bench.host.run("kill", "-STOP", launcher)
+    await bench.plan(trains, late)
+    assert await bench.step_after(trains, WATCHDOG_S + RESTART_S) > step, "training goes on"
+    await bench.trains(late)
+    assert launcher_of(bench.host) not in ("0", launcher)
+    for task in (trains, late):
         await bench.want(task, "stop", grace_s=0.1)
         assert (await bench.ended(task)).outcome == "stopped"
 
