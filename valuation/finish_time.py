@@ -133,6 +133,13 @@ def rho(shared_s: float, fair_s: float) -> float:
     return min(RHO_MAX, shared_s / fair_s) if fair_s > 0 else RHO_MAX
 
 
+def rhos(shared_s: Floats, fair_s: Floats) -> Floats:
+    """Return T_sh / T_id of several apps, each equal to `rho` to the last bit."""
+    with np.errstate(over="ignore", divide="ignore", invalid="ignore"):
+        ratios = shared_s / fair_s
+    return np.where((fair_s > 0) & (ratios < RHO_MAX), ratios, RHO_MAX)
+
+
 def makespan_s(
     works_s: Sequence[float], *, gpus: int, gang: int, job_demand_max: int, sizes: Sequence[int] = ()
 ) -> float:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from arbiter.core.leases import leases
-from arbiter.core.rounds import stated
+from arbiter.core.rounds import stated, views
 from arbiter.core.state.index import Index
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, LevelTerms, Offer, Probe, StandingValuation
 from tests.support.arbiter_site import AUCTION, Site, notes, records, sent, told_of, with_auction
-from valuation.finish_time import effort
+from valuation.finish_time import effort, rho, rhos
 
 pytestmark = with_auction
 
@@ -74,6 +75,35 @@ def test_rho_goes_by_the_leases_of_this_moment_also_before_the_app_reports_again
     for gpu in leases.held(turn, AppId("ana-1")):
         leases.revoke(turn, gpu, "it is wanted")
     assert rho() == pytest.approx((age_s + 100.0 + 600.0) / 300.0)
+
+
+@pytest.mark.parametrize("later_s", [0.0, 0.1, 7.3, 1e5])
+def test_all_apps_together_are_worked_out_as_one_by_one_to_the_last_bit(later_s: float) -> None:
+    site = a_site()
+    site.node("n1", 4)
+    unlike = [STANDING, replace(STANDING, budget_gpu_s=1e-3), replace(STANDING, phases=((1e9, 0.1), (7.7,)))]
+    for number, standing in enumerate(unlike):
+        site.app(f"ana-{number}", demand=4, standing=standing)
+        site.wait(0.7)
+    site.app("bob-1", demand=4)
+    turn = Turn(site.arbiter.state, site.now + later_s, site.arbiter._index)
+    names = [AppId(f"ana-{number}") for number in range(len(unlike))] + [AppId("bob-1"), AppId("eve-1")]
+    rhos, means = stated.rhos(turn, names)
+    assert (
+        rhos.keys() == means.keys() == {AppId(name) for name in names[:3] if stated.stands(turn, turn.state.apps[name])}
+    )
+    for name, mean in means.items():
+        app = turn.state.apps[name]
+        assert mean == views.apps_mean(turn.state, app, turn.now)
+        assert rhos[name] == stated.rho(turn, app, mean)
+    assert len(rhos) == (0 if later_s > AUCTION.app_timeout_s else 3)
+
+
+def test_a_t_cluster_that_is_not_known_makes_the_greatest_rho_one_by_one_and_together() -> None:
+    shared_s, fair_s = np.array([3.0, 1e300, 0.0, 5.0]), np.array([0.0, 1e-300, 2.0, 0.0])
+    assert rhos(shared_s, fair_s).tolist() == [
+        rho(*pair) for pair in zip(shared_s.tolist(), fair_s.tolist(), strict=True)
+    ]
 
 
 def test_up_to_ask_max_apps_all_are_asked() -> None:

@@ -77,7 +77,8 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
 
 def _waiting(turn: Turn) -> dict[_Kind, list[App]]:
     """Return the apps that have no GPU and are promised none, by the kind of their gangs."""
-    index, apps, kinds = turn.index, turn.state.apps, KINDS.of(turn.index)
+    index, apps, kinds, seen = turn.index, turn.state.apps, KINDS.of(turn.index), turn.state.seen
+    timeout_s = turn.state.settings.app_timeout_s
     without = index.active - leases.promised(turn).keys()
     without -= {app_id for app_id in without & index.holders if leases.held(turn, app_id)}
     waiting: dict[_Kind, list[App]] = {}
@@ -87,7 +88,8 @@ def _waiting(turn: Turn) -> dict[_Kind, list[App]]:
         if known is None or known[0] is not app:
             known = kinds[app_id] = (app, _kind_of(app))
         kind = known[1]
-        if kind and (not shared or app.whole_gpus) and turn.hears(app):
+        heard = turn.now - seen.get(app_id, app.arrived_at) <= timeout_s  # `turn.hears`
+        if kind and (not shared or app.whole_gpus) and heard:
             waiting.setdefault(kind, []).append(app)
     return waiting
 

@@ -281,14 +281,9 @@ def _offer(turn: Turn) -> None:
 
 def _take_stated_rhos(turn: Turn, probing: Probing) -> dict[AppId, float]:
     """Take in rho of the apps whose valuations answer for them; return N_avg of each."""
-    means, mean_of = {}, views.means(turn)
-    for app in map(turn.state.apps.get, sorted(probing.stated)):
-        if app is not None and app.active and stated.stands(turn, app):
-            mean = mean_of(app)
-            rho = stated.rho(turn, app, mean)
-            if rho is not None:
-                means[app.id] = mean
-                turn.state.rhos[app.id] = probing.rhos[app.id] = rho
+    rhos, means = stated.rhos(turn, sorted(probing.stated))
+    turn.state.rhos.update(rhos)
+    probing.rhos.update(rhos)
     return means
 
 

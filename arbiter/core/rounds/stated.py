@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+import numpy as np
 from msgspec import Struct
 from msgspec.structs import replace
 
@@ -17,8 +18,9 @@ from arbiter.core.state import model
 from arbiter.core.state.index import Cache
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, Bid, Offer, OfferedGpu, StandingValuation
+from valuation import finish_time
 from valuation.bids import Goods
-from valuation.finish_time import Known, Valuation, effort
+from valuation.finish_time import Floats, Known, Valuation, effort
 from valuation.standing import (
     Circumstances,
     Outlook,
@@ -47,11 +49,15 @@ class _Effort(Struct, frozen=True):
 
 
 class _Looked(Struct, frozen=True):
-    """The outlook of an app, with what it was derived from beside the GPUs that are in service."""
+    """The outlook of an app that is soon worked out, with what it was derived from beside the GPUs in service."""
 
     app: model.App
     version: int  #: of what it holds
     outlook: Outlook
+    arrived_at: float
+    apps_integral: float
+    later_s: float  #: from now to its end, with the lease that comes first if one does
+    alone_s: float
 
 
 EFFORTS: Cache[AppId, _Effort] = Cache(by_app=True)
@@ -65,10 +71,13 @@ def stands(turn: Turn, app: model.App) -> bool:
 
 def answered(turn: Turn, apps: Sequence[model.App]) -> frozenset[AppId]:
     """Return the apps of a round for which their valuations answer, as many as are soon worked out."""
-    found, left = set(), ROUND_EFFORT_MAX
+    known, seen, left = EFFORTS.of(turn.index), turn.state.seen, ROUND_EFFORT_MAX
+    now, timeout_s = turn.now, turn.state.settings.app_timeout_s
+    found = set()
     for app in apps:
-        if app.standing is not None and turn.hears(app):
-            steps = _effort(turn, app)
+        if app.standing is not None and now - seen.get(app.id, app.arrived_at) <= timeout_s:  # `turn.hears`
+            before = known.get(app.id)
+            steps = before.steps if before is not None and before.app is app else _effort(turn, app)
             if steps <= EFFORT_MAX:
                 left -= steps
                 if left < 0:
@@ -96,6 +105,50 @@ def rho(turn: Turn, app: model.App, apps_mean: float) -> float | None:
     return rho_then(found, elapsed_s=turn.now - app.arrived_at, lease_s=lease_s, apps_mean=apps_mean)
 
 
+def rhos(turn: Turn, app_ids: Sequence[AppId]) -> tuple[dict[AppId, float], dict[AppId, float]]:
+    """Return the answers to probes of the apps that their valuations answer for now, and N_avg of each.
+
+    They are those of `rho`, to the last bit. Of 10,000 apps hardly any has changed since the last round, so all are
+    worked out at once.
+    """
+    found = _answering(turn, app_ids)
+    names = [looked.app.id for looked in found]
+    elapsed_s = turn.now - _column([looked.arrived_at for looked in found])
+    means = apps_means(turn, elapsed_s, _column([looked.apps_integral for looked in found]))
+    later_s = _column([looked.later_s for looked in found])
+    fair_s = _column([looked.alone_s for looked in found]) * means  # Eq. 1
+    answers = finish_time.rhos(elapsed_s + later_s, fair_s)
+    return dict(zip(names, answers.tolist(), strict=True)), dict(zip(names, means.tolist(), strict=True))
+
+
+def apps_means(turn: Turn, ages_s: Floats, integrals: Floats) -> Floats:
+    """Return N_avg of apps of these ages, and integrals when they arrived, as `views.apps_mean` has it."""
+    count = turn.state.apps_count
+    with np.errstate(divide="ignore", invalid="ignore"):
+        means = np.where(ages_s > 0.0, (count.integral(turn.now) - integrals) / ages_s, count.last_value)
+    return np.where(means > 1.0, means, 1.0)
+
+
+def _column(values: list[float]) -> Floats:
+    return np.array(values, dtype=np.float64)
+
+
+def _answering(turn: Turn, app_ids: Sequence[AppId]) -> list[_Looked]:
+    """Return what is known of those of these apps for which their valuations answer now."""
+    apps, seen, versions, known = turn.state.apps, turn.state.seen, turn.index.versions, OUTLOOKS.of(turn.index)
+    now, timeout_s = turn.now, turn.state.settings.app_timeout_s
+    found = []
+    for app_id in app_ids:
+        looked = known.get(app_id)
+        if looked is None or looked.app is not apps.get(app_id) or looked.version != versions[app_id]:
+            app = apps.get(app_id)
+            if app is not None and app.active and stands(turn, app) and outlook(turn, app) is not None:
+                found.append(known[app_id])
+        elif now - seen.get(app_id, looked.arrived_at) <= timeout_s:  # `turn.hears`
+            found.append(looked)
+    return found
+
+
 def outlook(turn: Turn, app: model.App) -> Outlook | None:
     """Return the part of an app's answer that is the same until it, or what it holds, changes; None: see `rho`."""
     known, version = OUTLOOKS.of(turn.index), turn.index.versions[app.id]
@@ -104,7 +157,9 @@ def outlook(turn: Turn, app: model.App) -> Outlook | None:
         found = _worked_out(turn, app, lambda: _outlook(turn, app))
         if found is None:
             return None
-        looked = known[app.id] = _Looked(app, version, found)
+        later_s = turn.state.settings.lease_s + found.left_s if found.waits else found.left_s
+        looked = _Looked(app, version, found, app.arrived_at, app.apps_integral, later_s, found.alone_s)
+        known[app.id] = looked
     return looked.outlook
 
 
@@ -152,14 +207,29 @@ def _worked_out(turn: Turn, app: model.App, work: Callable[[], ReplyT]) -> Reply
         return None
 
 
-def cluster_s(turn: Turn, app: model.App) -> float:
-    """Return T_cluster, the app's finish time alone on the whole cluster, 0: unknown."""
-    if app.standing is None:
-        return app.ideal_s
-    found = OUTLOOKS.of(turn.index).get(app.id)
-    if found is not None and found.app is app:
-        return found.outlook.alone_s
-    return alone_s(app.standing, turn.index.count_for(app.requirements)[1])
+def ideal_times_s(turn: Turn, app_ids: Sequence[AppId]) -> list[float]:
+    """Return T_id of each of these apps now."""
+    apps = [turn.state.apps[app_id] for app_id in app_ids]
+    means = apps_means(
+        turn, turn.now - _column([app.arrived_at for app in apps]), _column([app.apps_integral for app in apps])
+    )
+    times_s: list[float] = (_clusters_s(turn, apps) * means).tolist()  # Eq. 1
+    return times_s
+
+
+def _clusters_s(turn: Turn, apps: Sequence[model.App]) -> Floats:
+    """Return T_cluster of each, its finish time alone on the whole cluster, 0: unknown."""
+    known = OUTLOOKS.of(turn.index)
+
+    def cluster_s(app: model.App) -> float:
+        looked = known.get(app.id)
+        if looked is not None and looked.app is app:
+            return looked.alone_s
+        if app.standing is None:
+            return app.ideal_s
+        return alone_s(app.standing, turn.index.count_for(app.requirements)[1])
+
+    return _column([cluster_s(app) for app in apps])
 
 
 def _value(turn: Turn, app: model.App, standing: StandingValuation, apps_mean: float) -> Valuation:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -22,7 +22,7 @@ from arbiter.core.seam import (
     TenantView,
     View,
 )
-from arbiter.core.state import fairness, model
+from arbiter.core.state import model
 from arbiter.core.state.gpu_time import AppAccount
 from arbiter.core.state.index import Cache
 from arbiter.core.state.model import Draining, Gpu, Leased, State
@@ -220,16 +220,13 @@ def seed_of(state: State) -> int:
 
 def _with_rhos(turn: Turn, apps: Sequence[AppView], rhos: Mapping[AppId, float]) -> list[AppView]:
     """Return the apps, those that have replied with their rho and T_id."""
-    known, mean_of = turn.state.apps, means(turn)
-    found = []
-    for view in apps:
-        rho = rhos.get(view.app)
-        if rho is not None:
-            app = known[view.app]
-            ideal_s = fairness.ideal_time_s(cluster_s=stated.cluster_s(turn, app), apps_mean=mean_of(app))
-            view = replace(view, rho=rho, ideal_s=ideal_s)  # noqa: PLW2901
-        found.append(view)
-    return found
+    replied = [view for view in apps if view.app in rhos]
+    times_s = stated.ideal_times_s(turn, [view.app for view in replied])
+    found = [replace(view, rho=rhos[view.app], ideal_s=s) for view, s in zip(replied, times_s, strict=True)]
+    if len(found) == len(apps):
+        return found
+    anew = {view.app: view for view in found}
+    return [anew.get(view.app, view) for view in apps]
 
 
 def _look_at(
@@ -304,18 +301,6 @@ def _within_kind(turn: Turn, app: model.App, demand: int, held: Sequence[Gpu]) -
 def apps_mean(state: State, app: model.App, now: float) -> float:
     """Return N_avg: the time-weighted mean of the number of apps over this app's life so far (at least 1)."""
     return max(1.0, state.apps_count.mean_since(app.apps_integral, app.arrived_at, now))
-
-
-def means(turn: Turn) -> Callable[[model.App], float]:
-    """Return a function for N_avg of an app now, as `apps_mean` has it: the integral up to now is worked out once."""
-    count, now = turn.state.apps_count, turn.now
-    integral = count.integral(now)
-
-    def mean(app: model.App) -> float:
-        age_s = now - app.arrived_at
-        return max(1.0, (integral - app.apps_integral) / age_s if age_s > 0.0 else count.last_value)
-
-    return mean
 
 
 # --- phase 2 --------------------------------------------------------------------------------------------------------

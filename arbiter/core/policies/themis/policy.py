@@ -376,8 +376,13 @@ def within_tenants(
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
     shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
     policy = Themis(replace(settings, tenants_first=False))
+    apps: dict[TenantId, list[AppView]] = {tenant: [] for tenant in tenants}
+    for app in view.apps:
+        apps[app.tenant].append(app)
     held = {
-        tenant: policy.allocate(_part_of(shared, tenant, part), bids, clock) for tenant, part in parts.items() if part
+        tenant: policy.allocate(_part_of(shared, apps[tenant], part), bids, clock)
+        for tenant, part in parts.items()
+        if part
     }
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
@@ -419,9 +424,8 @@ def _split(view: View, excess: float) -> dict[GpuId, TenantId]:
     return holders | {gpu: tenants[app] for gpu, app in (selection.incumbents() | selection.newcomers()).items()}
 
 
-def _part_of(view: View, tenant: TenantId, part: tuple[GpuView, ...]) -> View:
+def _part_of(view: View, apps: Sequence[AppView], part: tuple[GpuView, ...]) -> View:
     there = {gpu.gpu for gpu in part}
-    apps = [app for app in view.apps if app.tenant == tenant]
     own = frozenset(app.app for app in apps)
     return replace(
         view,
@@ -515,7 +519,9 @@ def _content(app: AppView) -> str:
 def _rho(view: View, app: AppView, excess: float) -> float:
     """Return the rho by which an app comes to bid: less by so many times as it has had more than it declared."""
     assert app.rho is not None, f"{app.app} has not answered"
+    if not app.declared_gpu_s:
+        return app.rho
     had_gpu_s = view.allocated_gpu_s(app)
-    if not app.declared_gpu_s or had_gpu_s <= excess * app.declared_gpu_s:
+    if had_gpu_s <= excess * app.declared_gpu_s:
         return app.rho
     return app.rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)

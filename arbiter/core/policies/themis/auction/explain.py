@@ -582,6 +582,8 @@ class _Case:
 
     def _wins(self, change: Change) -> bool:
         """Whether the auction with this change is solved, and the app wins in it."""
+        if self._budget.left <= 0:  # to make the round as it would be costs more than to look it up
+            return self._won_with.get(change, False)
         if change not in self._won_with:
             view, bids = changed(self._view, self._bids, self._name, change)
             probe = self._solve(view, bids, {})
