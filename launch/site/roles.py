@@ -152,7 +152,7 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
         If a name cannot be, or the host's configuration has another.
     """
     if wish.role == "arbiter":
-        text = shipped.configurations([], "alice")["arbiter.toml"]
+        text = shipped.configurations([], [])["arbiter.toml"]
         return [Daemon(ARBITER, "arbiter", "gpu-arbiter", "arbiter.toml", text, "arbiter.url")]
     if wish.role == "node":
         name = _id_on(host, "node.toml", "node", wish)
@@ -166,7 +166,7 @@ def daemons_of(wish: Wish, host: Host) -> list[Daemon]:
         owner = participants.checked_id("app", wish.owner, "--owner")
         if host.account(owner) is None:
             raise usage(f"--owner: this host has no user {owner}", "name a Unix user of this host")
-        text = shipped.configurations([], owner)[f"app-{owner}.toml"]
+        text = shipped.configurations([], [owner])[f"app-{owner}.toml"]
         unit = APP.replace("@", f"@{owner}")
         return [Daemon(unit, f"app-{owner}", owner, f"app-{owner}.toml", text, f"app-{owner}.url")]
     if wish.role == "login":

@@ -12,13 +12,13 @@ PROGRAM = "/opt/gpu-arbiter/bin/gpu-arbiter"
 REMARKS = 51
 
 
-def configurations(nodes: Sequence[str], owner: str) -> dict[str, str]:
-    """Return the files of a site by name: the arbiter's, one for each of `nodes`, and that of `owner`'s app agent."""
+def configurations(nodes: Sequence[str], owners: Sequence[str]) -> dict[str, str]:
+    """Return the files of a site by name: the arbiter's, and one for each node and for each owner's app agent."""
     arbiter, node, app = (_text(f"{kind}.toml") for kind in ("arbiter", "node", "app"))
     return {
         "arbiter.toml": arbiter,
         **{f"node-{name}.toml": _renamed(node, "n1", name) for name in nodes},
-        f"app-{owner}.toml": _renamed(app, "alice", owner),
+        **{f"app-{owner}.toml": _renamed(app, "alice", owner) for owner in owners},
     }
 
 

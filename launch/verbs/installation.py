@@ -40,10 +40,12 @@ def add(app: typer.Typer) -> None:
 def init(
     folder: Annotated[Path, typer.Argument(help="where the files are written")] = Path(),
     nodes: Annotated[str, typer.Option(help="ids of the GPU hosts, with commas between them")] = "n1",
-    owner: Annotated[str, typer.Option(help="the Unix user that submits first")] = "alice",
+    owner: Annotated[str, typer.Option(help="the Unix user that submits first; alice where there is none yet")] = "",
     json: Json = False,
 ) -> None:
     """Write the configuration files of a site: commented, every field with its default. Nothing is overwritten.
+
+    A folder that has them gets those that it lacks, such as those of further nodes.
 
     Example: gpu-arbiter init site --nodes n1,n2 --owner alice
     """
@@ -55,14 +57,20 @@ def init(
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
             raise usage(f"--nodes has {twice[0]} twice", "give each node an id of its own")
-        written = _write(shipped.configurations(names, checked_id("app", owner, "--owner")), folder)
+        owners = [checked_id("app", owner, "--owner")] if owner else ["alice"] * (not any(folder.glob("app-*.toml")))
+        files = shipped.configurations(names, owners)
+        kept = [folder / name for name in files if (folder / name).exists()]
+        written = _write({name: text for name, text in files.items() if folder / name not in kept}, folder)
+        parties = (path.stem for path in written)
         steps = [
             "gpu-arbiter provision broker   # for rabbitmq.conf; then once more for each participant: "
-            + ", ".join(("arbiter", *(f"node-{name}" for name in names), f"app-{owner}")),
+            + ", ".join(parties),
             "gpu-arbiter units --to /etc/systemd/system   # on each host; docs/operations.md says what goes where",
             "systemctl enable --now gpu-arbiter   # on the arbiter's host; the agents follow, each on its own",
         ]
-        _tell("init/v1", written, steps, as_json=as_json)
+        if kept:
+            note(f"kept as they are: {', '.join(map(str, kept))}")
+        _tell("init/v1", written, steps if written else [], as_json=as_json, kept=[str(path) for path in kept])
 
 
 def units(
@@ -301,10 +309,11 @@ def _write(files: Mapping[str, str], folder: Path) -> list[Path]:
         raise Fault(f"{folder} cannot be written: {error.strerror}", next_step="name a folder of yours") from None
 
 
-def _tell(schema: str, files: Sequence[Path], steps: Sequence[str], *, as_json: bool) -> None:
+def _tell(schema: str, files: Sequence[Path], steps: Sequence[str], *, as_json: bool, **more: object) -> None:
     if as_json:
-        emit({"schema": schema, "files": [str(path) for path in files], "next": list(steps)})
+        emit({"schema": schema, "files": [str(path) for path in files], **more, "next": list(steps)})
         return
-    say("\n".join(map(str, files)))
+    if files:
+        say("\n".join(map(str, files)))
     for step in steps:
         note(f"next: {step}")

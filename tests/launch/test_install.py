@@ -465,7 +465,7 @@ def test_a_user_who_logs_in_finds_an_app_agent_of_their_own(root: Path) -> None:
     write(root / f"etc/gpu-arbiter/app-{me}.toml", "")
     said = subprocess.run(line, capture_output=True, text=True, check=True).stdout
     assert said == f"unix:///run/gpu-arbiter-app/{me}/control.sock\n"
-    assert said.strip().removeprefix("unix://") in shipped.configurations([], me)[f"app-{me}.toml"]
+    assert said.strip().removeprefix("unix://") in shipped.configurations([], [me])[f"app-{me}.toml"]
 
 
 @as_root

@@ -49,12 +49,24 @@ def test_the_files_of_a_site_are_written_and_the_next_three_commands_told(tmp_pa
         ["gpu-arbiter", "units"],
         ["systemctl", "enable"],
     ]
-    document = json.loads(run("init", tmp_path, "--nodes", "gpu-host-17,n2", "--owner", "bob", "--json")[0])
-    assert (document["schema"], sorted(document["files"]), len(document["next"])) == (
-        "init/v1",
-        sorted(told.split()),
-        3,
-    )
+    again = tmp_path / "again"
+    document = json.loads(run("init", again, "--nodes", "gpu-host-17,n2", "--owner", "bob", "--json")[0])
+    assert document["schema"] == "init/v1"
+    assert (sorted(document["files"]), document["kept"]) == ([str(again / name) for name in FILES], [])
+    assert len(document["next"]) == 3
+
+
+def test_a_site_that_is_there_gets_the_files_that_it_lacks_and_keeps_the_others_as_they_are(folder: Path) -> None:
+    edited = folder / "arbiter.toml"
+    edited.write_text("# ours\n" + edited.read_text())
+    before = {path: path.read_text() for path in folder.iterdir()}
+    told, noted = run("init", folder, "--nodes", "n2,n3")
+    assert told.split() == [str(folder / "node-n3.toml")], "no app agent of alice, as bob has one"
+    assert noted.startswith(f"kept as they are: {edited}, {folder / 'node-n2.toml'}\n")
+    assert "each participant: node-n3\n" in noted
+    assert {path: path.read_text() for path in before} == before
+    told, noted = run("init", folder, "--nodes", "n2")
+    assert (told, len(noted.splitlines())) == ("", 1), "nothing is left to do"
 
 
 def test_each_file_is_read_by_its_daemon(folder: Path) -> None:
@@ -85,16 +97,6 @@ def test_but_for_the_names_and_spaces_the_files_are_the_shipped_examples(folder:
                 name.split("-")[0]
             ]
         )
-
-
-def test_nothing_is_overwritten(folder: Path) -> None:
-    edited = folder / "node-n2.toml"
-    edited.write_text("# mine\n")
-    (folder / "arbiter.toml").unlink()
-    _, noted = run("init", folder, "--nodes", "n2", "--owner", "bob", code=2)
-    assert f"{edited} exists already" in noted
-    assert edited.read_text() == "# mine\n"
-    assert not (folder / "arbiter.toml").exists()  # not even a part is written
 
 
 @pytest.mark.parametrize(
