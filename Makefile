@@ -23,7 +23,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns attacks idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -144,6 +144,9 @@ reasons: $(READY) ## what explain names as binding, checked in SITES (1000) rand
 
 dryruns: $(LOOPS) ## what `submit --dry-run` says, checked in QUIET (500) random sites against what happens then
 	$(BIN)/python -m tests.properties.test_dry_runs $(QUIET)
+
+attacks: $(LOOPS) ## takes each measure of docs/security.md away, in a copy; the test of its attack must fail then (WORDS="ssh" for some)
+	$(BIN)/python -m tests.support.attacks $(WORDS)
 
 idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site; rewrites their table in docs/training.md
 	$(BIN)/python -m tests.support.idioms

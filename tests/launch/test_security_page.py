@@ -1,18 +1,21 @@
-"""The table of attacks in docs/security.md: each names a test that is there."""
+"""The table of attacks in docs/security.md: each names a test that is there, and a measure that `make attacks` takes away."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
 import pytest
 
-from tests.support.pages import DOCS, ROOT
+from tests.support.attacks import Attack, Measure, attacks, measures, taken_away
+from tests.support.pages import ROOT
 
-ROWS = re.findall(r"^\| (?!attack|---)(.+?) \| (.+?) \| (.+?) \|$", (DOCS / "security.md").read_text(), re.MULTILINE)
-TEST = re.compile(r"`(tests/\w+/test_\w+\.py)::(test_\w+)`")
+ROWS = attacks()
+MEASURES = measures()
+TEST = re.compile(r"(tests/\w+/test_\w+\.py)::(test_\w+)")
 
 
 @cache
@@ -23,21 +26,38 @@ def names_in(file: str) -> frozenset[str]:
 
 
 def test_the_page_lists_more_than_thirty_attacks_each_once() -> None:
-    attacks = [attack for attack, _, _ in ROWS]
-    assert len(attacks) >= 30
-    assert len(set(attacks)) == len(attacks)
+    assert len(ROWS) >= 30
+    assert len({row.attack for row in ROWS}) == len(ROWS)
 
 
-@pytest.mark.parametrize(("attack", "tried_by"), [(attack, tried_by) for attack, _, tried_by in ROWS])
-def test_each_attack_names_a_test_that_is_there(attack: str, tried_by: str) -> None:
-    if tried_by == "the same":
-        tried_by = next(before for _, _, before in reversed(ROWS[: place(attack)]) if before != "the same")
-    named = TEST.fullmatch(tried_by)
-    assert named, f"{tried_by} is no test"
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.attack)
+def test_each_attack_names_a_test_that_is_there(row: Attack) -> None:
+    named = TEST.fullmatch(row.tried_by)
+    assert named, f"{row.tried_by} is no test"
     file, test = named.groups()
     assert Path(ROOT, file).exists()
     assert test in names_in(file)
 
 
-def place(attack: str) -> int:
-    return next(number for number, row in enumerate(ROWS) if row[0] == attack)
+def test_each_attack_has_a_measure_that_can_be_taken_away() -> None:
+    named = Counter(attack for measure in MEASURES for attack in measure.attacks)
+    assert set(named) == {row.attack for row in ROWS}
+
+
+@pytest.mark.parametrize("measure", MEASURES, ids=lambda measure: measure.attacks[0])
+def test_the_edits_of_a_measure_still_fit_the_code_and_are_undone(measure: Measure, tmp_path: Path) -> None:
+    tests = {row.tried_by for row in ROWS if row.attack in measure.attacks}
+    assert len(tests) == 1, f"attacks of one measure are tried by one test, not {tests}"
+    files = {edit.file: (ROOT / edit.file).read_text() for edit in measure.edits}
+    for file, text in files.items():
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / file).write_text(text)
+    with taken_away(measure, tmp_path):
+        assert all((tmp_path / file).read_text() != text for file, text in files.items())
+        assert all(compiles(tmp_path / file) for file in files if file.endswith(".py"))
+    assert all((tmp_path / file).read_text() == text for file, text in files.items())
+
+
+def compiles(path: Path) -> bool:
+    ast.parse(path.read_text())
+    return True

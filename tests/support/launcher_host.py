@@ -102,7 +102,7 @@ class Host:
         """A node agent as the user gpu-node, on the state that an earlier one left."""
         settings = {"launcher": LAUNCHER, "runtime_dir": RUNTIME} | fields
         self.run("install", "-d", "-o", "gpu-node", "-m", "711", RUNTIME)
-        self.run("install", "-d", "-o", "gpu-node", "-m", "700", "/srv/node")
+        self.run("install", "-d", "-o", "gpu-node", "-m", "755", "/srv/node")  # what is closed is closed by the daemon
         process = await asyncio.create_subprocess_exec(
             *self.enter,
             *as_user("gpu-node"),

@@ -193,6 +193,8 @@ def connected(path, hello=b""):
             return sock.recv(100) or "hung up"
         except (BrokenPipeError, ConnectionResetError):
             return "hung up"
+def mapped(pid):
+    return int(open(f"/proc/{pid}/maps").read().partition("-")[0], 16)
 def tried(expression):
     try:
         return str(eval(expression))
@@ -233,9 +235,7 @@ async def test_a_task_can_neither_read_end_nor_speak_for_another_users_task_or_i
         {
             "checkpoint": "open('/home/alice/checkpoint').read()",
             "variables": f"open('/proc/{main}/environ').read()",
-            "memory": f"open('/proc/{main}/mem').read(1)",
-            "kill": f"os.kill({main}, signal.SIGKILL)",
-            "kill its supervisor": f"os.kill({supervisor}, signal.SIGKILL)",
+            "memory": f"os.pread(os.open('/proc/{main}/mem', os.O_RDONLY), 4, mapped({main}))",
             "log by its path": f"open('{STATE}/logs/{alice.task}.log').read()",
             "log by its process": f"open('/proc/{main}/fd/1').read()",
             "record": f"open('{STATE}/workers/{alice.task}/spec.json').read()",
@@ -244,9 +244,11 @@ async def test_a_task_can_neither_read_end_nor_speak_for_another_users_task_or_i
             "launcher": f"connected('{LAUNCHER}')",
             "starts": "os.listdir('/run/gpu-arbiter-launcher/starts')",
             "password": "open('/srv/node/broker-url').read()",
-            "node agent": f"os.kill({agent}, signal.SIGKILL)",
+            "node agent": f"os.kill({agent}, 0)",  # it is to tell of this task
             "node agent's variables": f"open('/proc/{agent}/environ').read()",
             "unit": f"open('/run/systemd/transient/{bench.unit(alice)}', 'w')",
+            "kill": f"os.kill({main}, signal.SIGKILL)",
+            "kill its supervisor": f"os.kill({supervisor}, signal.SIGKILL)",
         },
         alice,
     ) == dict.fromkeys(
@@ -749,6 +751,23 @@ except ControlError as error:
 """
 
 
+#: Comes to the ssh server of an app as `ssh-proxy` does, but asks nobody before whether that app is one's own.
+COMING = """
+import sys
+from launch.client import open_client
+from launch.faults import Fault
+from launch.ssh_proxy import _folder, _greet, public_key
+from launch.terminals import connected
+app = sys.argv[1]
+try:
+    with open_client() as client:
+        door = client.query("terminal", app)
+    print(_greet(connected(door), public_key(_folder()), app)[0])
+except Fault as fault:
+    print(fault.code, fault.sentence)
+"""
+
+
 def check_ssh(there: Host, app: str) -> None:
     """Hold that ssh of alice's comes into the unit of her app, and bob's to nothing of it."""
     for user in ("alice", "bob"):
@@ -760,8 +779,11 @@ def check_ssh(there: Host, app: str) -> None:
         assert session.stdout is not None
         assert session.stdout.readline() == f"alice {app}.0 1\n"
         files = there.run("sh", "-c", "find /proc/[0-9]*/fd -lname '/memfd:ssh*'", check=False).split()
-        assert "PRIVATE KEY" in there.run("cat", *files, user="alice"), "the try does work"
+        key = there.run("cat", *files, user="alice")
+        assert "PRIVATE KEY" in key, "the try does work"
         assert there.run("cat", *files, user="bob", check=False).count("Permission denied") == len(files)
+        ends = key.partition("-----END")[0].splitlines()[-1]
+        assert lines_of(there, f"grep -raslF -e '{ends}' /dev/shm /tmp /run /srv /home", "bob") == set()
         words = there.ssh_of("bob", f"alice@{app}.gpu", "id")
         refused = subprocess.run(words, capture_output=True, text=True, check=False)
         assert f"there is no app {app}" in refused.stderr
@@ -781,6 +803,11 @@ async def test_a_terminal_is_its_owners_own_on_the_node_and_no_other_user_comes_
         try:
             shown = await asyncio.to_thread(shell.read_until, r"I am alice 2001 at alice")
             app = re.findall(r"(alice-[a-z]+\d+) is queued", shown)[0]
+            if HAS_SSH_SERVER:
+                came = await asyncio.to_thread(there.as_owner_runs, "bob", COMING, app)
+                assert came == f"7 the terminal of {app} is for alice only\n"
+                came = await asyncio.to_thread(there.as_owner_runs, "alice", COMING, app)
+                assert "user='alice'" in came, "the try does work"
             no = await asyncio.to_thread(there.as_owner_runs, "bob", ASKING, app)
             assert no == f"7 the terminal of {app} is for alice only\n"
             yes = await asyncio.to_thread(there.as_owner_runs, "alice", ASKING, app)

@@ -139,7 +139,7 @@ def test_the_end_of_the_app_ends_the_session_and_all_that_it_has_started(
         assert session.wait(PATIENCE_S) == 255
     by = time.monotonic() + PATIENCE_S
     while Path("/proc", (tmp_path / "pid").read_text().strip()).exists():
-        assert time.monotonic() < by
+        assert time.monotonic() < by, "it goes on"
         time.sleep(0.1)
 
 
