@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import functools
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from hashlib import sha256
 from pathlib import Path
 
@@ -46,12 +48,43 @@ def package(version: str = "") -> Path:
         return made
 
 
+@functools.cache
+def earlier() -> Path:
+    """Return the package of the commit that GPU_ARBITER_EARLIER names, to upgrade from; without one that of the tree.
+
+    Raises
+    ------
+    AssertionError
+        If it cannot be built.
+    """
+    named = os.environ.get("GPU_ARBITER_EARLIER", "")
+    if not named:
+        return package()
+    commit = _git("rev-parse", "--verify", f"{named}^{{commit}}")
+    place = ROOT / "out/deb-earlier" / commit[:12]
+    if not list(place.glob("*.deb")):
+        with tempfile.TemporaryDirectory() as folder:
+            _git("clone", "--quiet", "--no-checkout", str(ROOT), folder)
+            _git("checkout", "--quiet", commit, at=Path(folder))
+            line = [sys.executable, "packaging/deb/build.py", "--to", str(place)]
+            done = subprocess.run(line, cwd=folder, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+    (made,) = place.glob("*.deb")
+    return made
+
+
+def _git(*words: str, at: Path = ROOT) -> str:
+    done = subprocess.run(["git", *words], cwd=at, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"git {' '.join(words)}: {done.stderr}"
+    return done.stdout.strip()
+
+
 def _fingerprint() -> str:
     """Return a name for the contents of all files that Git follows, and for the interpreter."""
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout.decode()
+    listed = _git("ls-files", "-z")
     digest = sha256(sys.version.encode())
-    for name in listed.split("\0")[:-1]:
+    for name in listed.split("\0"):
         path = ROOT / name
-        if path.is_file() and not name.startswith(("tests/", "docs/", "benchmarks/")):  # no part of a package
+        if name and path.is_file() and not name.startswith(("tests/", "docs/", "benchmarks/")):  # no part of a package
             digest.update(f"{name} {sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()[:16]

@@ -1,7 +1,8 @@
 """Two fresh hosts, each with a real systemd, joined by a cable: from nothing to the first job, an upgrade, and the end.
 
 The tests are one story: each begins where the one before has ended. The first lines are typed as they stand in
-docs/operations.md, "Two hosts from nothing".
+docs/operations.md, "Two hosts from nothing". With the name of a commit in GPU_ARBITER_EARLIER the upgrade is from the
+package of that commit, and not from that of the tree under an older number.
 """
 
 from __future__ import annotations
@@ -136,7 +137,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         shutil.copy(telling_steps.__file__, made["n1"].root / WORK.lstrip("/"))
         shutil.copy(telling_steps.__file__, made["hub"].root / WORK.lstrip("/"))
         made["hub"].run("install", "-d", "/srv/fresh")
-        shutil.copy(deb.package(), made["hub"].root / "srv/fresh")
+        shutil.copy(deb.earlier(), made["hub"].root / "srv/fresh")
         yield Hosts(made)
 
 
@@ -231,7 +232,7 @@ def test_a_site_is_upgraded_host_by_host_while_training_goes_on(site: Hosts, tra
 def test_the_way_back_is_refused_in_one_sentence_until_the_backup_is_restored(
     site: Hosts, training: Training, newer: Path
 ) -> None:
-    site.upgrade("hub", deb.package())
+    site.upgrade("hub", deb.earlier())
     refused = f"version {NEXT} of gpu-arbiter has written it, newer than "
     for unit in DAEMONS["hub"]:
         until(lambda unit=unit: refused in site.hub.run("cat", f"/var/log/{unit}"), f"{unit} refuses", site.logs)
