@@ -309,7 +309,7 @@ def restore(config: ArbiterConfig, file: Path, *, program: str, replace: bool = 
                 compare(str(file), f"{kind} {seq}", written, checksum(seq, now, blob))
         url = database_url(config)
         if url:
-            _into_database(backup, url, program, replace=replace)
+            _into_database(backup, url, replace=replace)
         else:
             _into_files(backup, state_folder(Path(config.state_dir)), replace=replace)
         return backup.about
@@ -356,9 +356,12 @@ def _fill_journal(backup: Backup, path: Path, epoch: int) -> None:
         _insert(database, "facts", JOURNAL_COLUMNS["facts"], iter(facts.items()))
 
 
-def _into_database(backup: Backup, url: str, program: str, *, replace: bool) -> None:
-    """Replace all rows in one transaction; the epoch goes on, so that an arbiter that leads is deposed."""
-    journal: PostgresJournal[Event] = PostgresJournal.of(url, Event, program=program, limit_s=LIMIT_S)
+def _into_database(backup: Backup, url: str, *, replace: bool) -> None:
+    """Replace all rows in one transaction; the epoch goes on, so that an arbiter that leads is deposed.
+
+    A newer version may have written what is replaced: so a site goes back to the version of the backup.
+    """
+    journal: PostgresJournal[Event] = PostgresJournal.of(url, Event, limit_s=LIMIT_S)
     with closing(journal):
         Ledger(journal)
     with closing(Postgres(url, limit_s=LIMIT_S)) as database, database.unit() as cursor:

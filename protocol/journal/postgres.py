@@ -107,7 +107,7 @@ class PostgresJournal(Generic[EventT]):
     leader
         The name of this process, for the messages of others: its host and number.
     program
-        The version of this program, as `version` prints it.
+        The version of this program, as `version` prints it; empty: any may read and write here.
     limit_s
         How long one statement may take.
     snapshots_kept
@@ -509,7 +509,7 @@ class PostgresJournal(Generic[EventT]):
         version, leader, program, made = found[0]
         if version > VERSION:
             raise NewerStore(f"{self.place} is of version {version}, newer than {VERSION}; upgrade gpu-arbiter")
-        if numbers(program) > numbers(self._program):
+        if self._program and numbers(program) > numbers(self._program):
             raise NewerStore(
                 f"{self.place}: {leader} has led with version {program}, newer than {self._program} here; this arbiter "
                 "waits: upgrade gpu-arbiter"

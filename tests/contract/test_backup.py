@@ -24,7 +24,7 @@ from protocol.messages import EventFilter, GpuId, LeaseId, NodeId, TaskId
 from tests.contract.test_journal import ACT, APP, FAILED, LEASE, ROUND, happened
 from tests.support.arbiter_site import Site, gpu_id, task, wish
 
-PROGRAM = "0.1.0"
+PROGRAM, NEWER = "0.1.0", "0.2.0"
 
 
 class Place:
@@ -35,12 +35,13 @@ class Place:
         url = request.getfixturevalue("postgres").database() if kind == "database" else ""
         self.config = ArbiterConfig(state_dir=str(folder), journal=url)
 
-    def open(self) -> tuple[Journal[Event], Ledger]:
+    def open(self, program: str = PROGRAM) -> tuple[Journal[Event], Ledger]:
         if self.config.journal:
-            journal: PostgresJournal[Event] = PostgresJournal.of(self.config.journal, Event, program=PROGRAM)
+            journal: PostgresJournal[Event] = PostgresJournal.of(self.config.journal, Event, program=program)
             return journal, Ledger(journal)
         self.folder.mkdir(exist_ok=True)
-        return SqliteJournal.of(self.folder / "journal.db", Event), Ledger(self.folder / "ledger.db")
+        file = SqliteJournal.of(self.folder / "journal.db", Event, program=program)
+        return file, Ledger(self.folder / "ledger.db")
 
 
 @pytest.fixture(params=["file", "database"])
@@ -168,6 +169,25 @@ def test_a_journal_that_is_there_is_replaced_only_if_that_is_said(place: Place, 
         aside = [path.name for path in place.folder.iterdir() if ".before-" in path.name]
         assert sorted(name.partition(".before-")[0] for name in aside) == ["journal.db", "ledger.db"]
         assert [path.name for path in place.folder.iterdir() if ".restored" in path.name] == []
+
+
+def test_the_version_of_a_backup_brings_it_back_over_what_a_newer_version_has_written(place: Place, file: Path) -> None:
+    """The way back from an upgrade: the old version restores what it had before."""
+    journal, ledger, arbiter = filled(place)
+    with closing(journal), closing(ledger):
+        backups.write(place.config, file, program=PROGRAM)
+    newer, ledger = place.open(program=NEWER)
+    with closing(newer), closing(ledger):
+        newer.next_epoch(7)
+        newer.append(5e9, at_work().journal[0][1])
+        newer.commit()
+    with pytest.raises(JournalError, match=f"{NEWER}.* newer than {PROGRAM}"):
+        place.open()
+    backups.restore(place.config, file, program=PROGRAM, replace=True)
+    journal, ledger = place.open()
+    with closing(journal), closing(ledger):
+        assert _restore(journal, ledger).snapshot() == arbiter.snapshot()
+        assert journal.next_epoch(1) > 7
 
 
 def test_files_that_an_arbiter_uses_are_not_replaced(

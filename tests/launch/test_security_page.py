@@ -1,4 +1,4 @@
-"""The table of attacks in docs/security.md: each names a test that is there, and a measure that `make attacks` takes away."""
+"""The table of attacks in docs/security.md: each names a test that is there, and has a measure to be taken away."""
 
 from __future__ import annotations
 
