@@ -48,13 +48,6 @@ class Signal(Struct, frozen=True, tag="signal", forbid_unknown_fields=True):
     how: Literal["terminate", "kill", "end"]
 
 
-class Reopen(Struct, frozen=True, tag="reopen", forbid_unknown_fields=True):
-    """Let a task that runs open the device files of these devices and of no others."""
-
-    key: Key
-    gpus: Gpus
-
-
 class Living(Struct, frozen=True, tag="living", forbid_unknown_fields=True):
     """Name the tasks of a node agent that are there."""
 
@@ -99,4 +92,4 @@ class Payload(Struct, frozen=True):
     cgroup: str = "own"
 
 
-Request = Start | Signal | Reopen | Living | Drive
+Request = Start | Signal | Living | Drive

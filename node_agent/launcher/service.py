@@ -4,7 +4,7 @@ The node agent says where and when a task runs, and with how much memory. A gate
 user, and on which GPUs it may. The launcher starts it once, and soon:
 
 1. The signature covers the program, its environment, its folders, the user, the attempt and the GPUs.
-2. An attempt is started once on a node. A mark of each is on the disk before it starts, until the launch is too old.
+2. An attempt is started once on a node. A mark of each is on the disk before it starts, and is kept for 30 days.
 3. The user is known on this node by the same name and number, is no system user, and gets no group here that the
    gateway does not know it in.
 4. The task's supervisor (`node_agent.workers.shim`) runs as the user, in a unit of its own. It is no child of the node
@@ -39,7 +39,7 @@ from msgspec.structs import replace
 
 from node_agent.launcher import requests
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Drive, Living, Payload, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.requests import Drive, Living, Payload, Reply, Request, Signal, Start
 from node_agent.launcher.units import UnitError, Units, allowing, device_files, unit
 from protocol import warrants
 from protocol.config import ConfigError
@@ -53,6 +53,7 @@ HELPER_LIMITS = ("KillSignal=SIGKILL", "MemoryMax=1G")
 #: For the node agent to send a request, and for a program to connect once its unit is started. Half of `WatchdogSec`.
 PATIENCE_S = 30.0
 CONNECTIONS_MAX = 64
+MARKS_KEPT_S = 30 * 86400.0
 #: The variables that a node agent may give a task: those of the worker contract, and for virtual GPUs. None of them
 #: names code that the task would load, or a folder in which it would remove files.
 VIRTUAL = "MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ THP_MEM_ALLOC_ENABLE OMP_NUM_THREADS MKL_NUM_THREADS"
@@ -110,9 +111,6 @@ class Launcher:
                 self._start(start, descriptors, answer)
             case Signal(key, how):
                 getattr(self._units, how)(key)
-                answer(Reply())
-            case Reopen(key, gpus):
-                self._units.reopen(key, device_files(set(map(device_of, gpus)), self._config.devices))
                 answer(Reply())
             case Drive() as drive:
                 self._drive(drive, descriptors, answer)
@@ -250,8 +248,8 @@ class Launcher:
         return path
 
     def _prune(self) -> None:
-        """Remove the marks of launches that would be too old by now."""
-        oldest = self._clock() - self._config.age_max_s - self._config.skew_max_s
+        """Remove old marks; a gateway signs a launch again and again while its task may still have to be started."""
+        oldest = self._clock() - max(MARKS_KEPT_S, self._config.age_max_s + self._config.skew_max_s)
         for path in self._marks.iterdir():
             with suppress(FileNotFoundError):
                 if path.stat().st_mtime < oldest:
@@ -271,7 +269,7 @@ class Launcher:
 
 
 def _check_keys(folder: Path) -> None:
-    """Refuse a folder of keys in which another user than this one could put the key of a gateway of its own.
+    """Refuse a folder of keys, or a key in it, that another user than this one could replace by one of its own.
 
     Raises
     ------
@@ -285,8 +283,9 @@ def _check_keys(folder: Path) -> None:
         raise ConfigError(
             f"keys {folder} cannot be read: {error.strerror}; make it, and copy the .pub file of each gateway there"
         ) from error
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise ConfigError(f"other users may write to keys {folder}; run: chown root {folder}; chmod 755 {folder}")
+    for path, one in {folder: found, **{key: key.stat() for key in keys}}.items():
+        if one.st_uid != os.geteuid() or one.st_mode & 0o022:
+            raise ConfigError(f"other users may write to keys {path}; run: chown root {path}; chmod go-w {path}")
     try:
         warrants.check_available()
         for key in keys:

@@ -116,19 +116,6 @@ class Units:
         """SIGKILL whatever is left of a task, its helper for the driver too."""
         self._run(["systemctl", "kill", "--signal=SIGKILL", unit(key), unit(f"driver-{key}")])
 
-    def reopen(self, key: str, devices: Collection[str]) -> None:
-        """Set the device files of a task anew, and of its helper for the driver.
-
-        Raises
-        ------
-        UnitError
-            If systemd refuses it.
-        """
-        for one in filter(lambda one: one == key or self.standing(one).group, (key, f"driver-{key}")):
-            done = self._run(["systemctl", "set-property", "--runtime", unit(one), "DeviceAllow=", *allowing(devices)])
-            if done.returncode:
-                raise UnitError(f"systemd would not open the device files of its new GPUs: {done.stderr.strip()}")
-
     def living(self, owner: str) -> list[str]:
         """Return the keys of the tasks of a node agent whose units are there."""
         listed = self._run(["systemctl", "list-units", "--plain", "--no-legend", unit(f"{owner}-*")]).stdout

@@ -248,7 +248,7 @@ class Workers:
         """Let a task open the device files of these GPUs and of no others; return why it cannot. Waits for systemd."""
         worker = self._workers.get(task)
         if self._launcher is not None:
-            return self._launcher.reopen(self._key(task), gpus)
+            return "a launcher opens the GPUs of the signed lease, and no others; the task keeps those that it has"
         files = () if worker is None else self._limits(worker.spec, gpus).devices
         return self._containment.reopen(self._key(task), files)
 

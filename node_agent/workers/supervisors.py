@@ -21,10 +21,9 @@ import structlog
 from msgspec.structs import replace
 
 from node_agent import procfs
-from node_agent.launcher.requests import DESCRIPTORS_MAX, Drive, Key, Living, Reopen, Reply, Request, Signal, Start
+from node_agent.launcher.requests import DESCRIPTORS_MAX, Drive, Key, Living, Reply, Request, Signal, Start
 from node_agent.workers.records import Record, Started, write_json
 from node_agent.workers.shim import LOCK_FD, TERMINAL_FD
-from protocol.messages import GpuId
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -160,10 +159,6 @@ class Launcher:
     def leave(self, key: str) -> None:
         """SIGKILL whatever is left of a task."""
         self._tell(Signal(key, "end"))
-
-    def reopen(self, key: str, gpus: Collection[GpuId]) -> str:
-        """Let a task open the device files of these GPUs and of no others; return why it cannot."""
-        return self._tell(Reopen(key, tuple(sorted(gpus))))
 
     def drive(self, drive: Drive) -> int:
         """Have the driver asked, as the user of a task; return the pipe from which the answer can be read.

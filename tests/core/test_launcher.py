@@ -80,10 +80,9 @@ class Site:
         chosen = replace(self.config, **settings)
         return Launcher(chosen, Units(self.systemd), lambda: self.now)
 
-    def start(self, **changes: object) -> Start:
-        order = self.hand.sign(
-            task_order(self.folder, "nobody-1.0-a2", "work"), "nobody", NOBODY.pw_uid, (NOBODY.pw_gid,)
-        )
+    def start(self, age_s: float = 0.0, **changes: object) -> Start:
+        order = task_order(self.folder, "nobody-1.0-a2", "work")
+        order = self.hand.sign(order, "nobody", NOBODY.pw_uid, (NOBODY.pw_gid,), age_s)
         start = Start("0a0a0a0a-0a0a0a0a0a0a0a0a", "n1", order.app, order.job, 2, order.gpus, order.launch)
         return replace(start, **changes)
 
@@ -292,12 +291,16 @@ def test_an_attempt_that_systemd_did_not_start_may_be_started_later(site: Site) 
     assert len(site.systemd.started) == 2
 
 
-def test_a_mark_is_kept_for_as_long_as_its_launch_could_be_repeated(site: Site) -> None:
+@needs_root
+def test_an_attempt_that_was_signed_again_later_is_not_started_again(site: Site) -> None:
+    """A gateway signs the launch of a task anew every quarter of an hour, as it may still have to be started."""
     mark = site.launcher._mark(site.start())
-    site.now += site.config.age_max_s
-    site.launcher._prune()
-    assert mark.exists()
-    site.now += 2 * site.config.skew_max_s
+    for _ in range(3):
+        site.now += 10 * 86400.0 - 1.0
+        site.launcher._prune()
+        again = site.start(age_s=time.time() - site.now)
+        assert site.ask(again) == "the attempt 2 of nobody-1.0 was started on this node before"
+    site.now += 60.0
     site.launcher._prune()
     assert not mark.exists()
 
@@ -438,20 +441,21 @@ def test_a_question_to_the_driver_has_bounds(question: dict[str, object]) -> Non
         msgspec.json.decode(msgspec.json.encode(words), type=Drive)
 
 
-@pytest.mark.parametrize("is_there", [True, False])
-def test_the_end_and_new_devices_of_a_task_are_those_of_its_helper_too(is_there: bool) -> None:
+def test_the_end_of_a_task_is_that_of_its_helper_too() -> None:
     ran: list[Sequence[str]] = []
 
     def run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
         ran.append(command)
-        group = f"ControlGroup=/{command[2]}\n" if is_there or command[2] == TASK else "ControlGroup=\n"
-        return subprocess.CompletedProcess(list(command), 0, group, "")
+        return subprocess.CompletedProcess(list(command), 0, "", "")
 
-    made = Units(run)
-    made.reopen("0a0a0a0a-0a0a0a0a0a0a0a0a", ["/dev/null"])
-    assert [line[3] for line in ran if line[1] == "set-property"] == [TASK, *[HELPER] * is_there]
-    made.end("0a0a0a0a-0a0a0a0a0a0a0a0a")
+    Units(run).end("0a0a0a0a-0a0a0a0a0a0a0a0a")
     assert ran[-1][-2:] == [TASK, HELPER]
+
+
+def test_no_request_opens_other_gpus_for_a_task_than_those_of_its_signed_lease(site: Site) -> None:
+    request = {"type": "reopen", "key": "0a0a0a0a-0a0a0a0a0a0a0a0a", "gpus": ["GPU-9"]}
+    with pytest.raises(msgspec.DecodeError, match="reopen"):
+        site.launcher.answer(msgspec.json.encode(request) + b"\n", (), lambda reply: None)
 
 
 # --- devices, the supervisor's word ---------------------------------------------------------------------------------
@@ -660,9 +664,21 @@ def test_settings_of_a_node_that_serve_one_user_only_are_refused_with_a_launcher
 
 
 def test_a_folder_of_keys_that_others_may_write_to_is_refused(site: Site) -> None:
-    Path(site.config.keys).chmod(0o777)
-    with pytest.raises(ConfigError, match=r"other users may write to keys .*chmod 755"):
+    keys = Path(site.config.keys)
+    keys.chmod(0o777)
+    with pytest.raises(ConfigError, match=rf"other users may write to keys {keys};.*chmod go-w"):
         site.made()
+    keys.chmod(0o755)
+    site.made()
+    key = next(keys.glob("*.pub"))
+    key.chmod(0o666)
+    with pytest.raises(ConfigError, match=f"other users may write to keys {key}; run: chown root {key}; chmod go-w"):
+        site.made()
+    key.chmod(0o644)
+    if not os.geteuid():
+        os.chown(key, NOBODY.pw_uid, -1)
+        with pytest.raises(ConfigError, match=f"other users may write to keys {key}"):
+            site.made()
     with pytest.raises(ConfigError, match=r"copy the [.]pub file of each gateway there"):
         site.made(keys="/no/such")
     with pytest.raises(ConfigError, match="node_user 'nosuchuser' is no user here"):
