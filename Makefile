@@ -18,7 +18,6 @@ STANDBYS ?= 10000
 # Of these, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
-FULL_STANDBYS := 1000
 TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
@@ -95,7 +94,7 @@ alone: $(LOOPS)
 	$(call twice,-m "alone and not full" tests/system)
 
 full: export GPU_ARBITER_FULL = 1
-full: $(LOOPS) prometheus ## what `make check` leaves out, since quicker tests cover most of it (two hours)
+full: $(LOOPS) prometheus ## what `make check` leaves out, since quicker tests cover most of it (three hours)
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "full or hypothesis" --ignore tests/system --ignore tests/contract
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m "(full or hypothesis) and not alone" tests/system tests/contract
 	$(BIN)/python -m pytest -m "(full or hypothesis) and alone" tests/system
@@ -103,7 +102,7 @@ full: $(LOOPS) prometheus ## what `make check` leaves out, since quicker tests c
 	$(MAKE) --no-print-directory reasons SITES=$(FULL_SITES)
 	$(MAKE) --no-print-directory dryruns QUIET=$(FULL_SITES)
 	$(MAKE) --no-print-directory worlds N=2000 SEED=$$(date +%s)
-	$(MAKE) --no-print-directory standbys STANDBYS=$(FULL_STANDBYS) SEED=$$(date +%s)
+	$(MAKE) --no-print-directory standbys SEED=$$(date +%s)
 
 format: $(READY) ## rewrite the code in the house's format
 	$(BIN)/ruff format .

@@ -1,5 +1,7 @@
 """How long no arbiter decides once the leader is killed, or stands still: ``python benchmarks/failover.py [--quick]``.
 
+With ``--lab`` each daemon, the broker and the database have a host of their own in the lab (`tests/lab/`, root).
+
 Real processes: a private RabbitMQ, a private PostgreSQL that flushes each commit to the disk, two arbiters that share
 it, two node agents with three simulated GPUs each, and an app agent. Three gangs of two GPUs share four of the GPUs, so
 that these change hands at the end of each lease. The leader is killed with SIGKILL, in turn one arbiter and the other,
@@ -21,7 +23,8 @@ import math
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +33,7 @@ import msgspec
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benchmark
 
+from tests.lab import site as lab  # noqa: E402
 from tests.support import postgres, rabbitmq  # noqa: E402
 from tests.support.cluster import PARTIES  # noqa: E402
 from tests.support.failover import Audit, Failover, Pair, running_pair  # noqa: E402
@@ -57,6 +61,23 @@ def quantiles(name: str, values: Sequence[float]) -> dict[str, float]:
     """Return two of them by their names; none without values."""
     parts = {50: 0.5, 95: 0.95} if values else {}
     return {f"{name}_p{number}_s": quantile(values, part) for number, part in parts.items()}
+
+
+@contextmanager
+def site(folder: Path, *, in_lab: bool) -> Iterator[Pair]:
+    """Yield two arbiters at work with all that belongs to them, on this host or in the lab."""
+    if in_lab:
+        with lab.running_lab(folder) as made:
+            made.keep_busy()
+            made.wait_training(processes=2)
+            yield made
+        return
+    with (
+        rabbitmq.PrivateRabbitMQ(PARTIES) as broker,
+        postgres.PrivatePostgres(fsync=True) as server,
+        running_pair(folder, broker, "/", server) as pair,
+    ):
+        yield pair
 
 
 def run(pair: Pair, kills: int, stops: int) -> tuple[list[Failover], list[Failover], Audit]:
@@ -103,6 +124,7 @@ def document(samples: Sequence[Failover], stopped: Sequence[Failover], audit: Au
         "whole": audit.whole,
         "samples": msgspec.to_builtins(samples),
         "stop_samples": msgspec.to_builtins(stopped),
+        "others": OTHERS,
     }
 
 
@@ -123,6 +145,7 @@ def in_words(found: dict[str, Any]) -> str:
         f"{found['kills']} kills of the leader, and {found['stops']} stops, load {found['load']:.1f}",
         *row(found, "first_decision", "from the kill to the first decision:", "goal"),
         *row(found, "led", "from the kill to the next leader:   "),
+        "each, in s: " + ", ".join(f"{sample['decided_s']:.2f}" for sample in found["samples"]),
         *row(found, "stop_first_decision", "from the stop to the first decision:", "stop_goal"),
         *(f"{name.replace('_', ' ')}: {found[name]}" for name in (*damage, *untrue)),
         f"states of leaders that a fresh replay was compared with: {found['states']}",
@@ -137,21 +160,23 @@ def main() -> int:
     parser.add_argument("--kills", type=int, help=f"of the leader ({KILLS}; with --quick {QUICK_KILLS})")
     parser.add_argument("--stops", type=int, help=f"of the leader ({STOPS}; with --quick {QUICK_STOPS})")
     parser.add_argument("--quick", action="store_true", help="a few kills and a stop only")
+    parser.add_argument("--lab", action="store_true", help="each daemon on a host of its own; needs root")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     given = parser.parse_args()
+    if given.lab and (missing := lab.missing()):
+        print(missing, file=sys.stderr)
+        return 1
     if missing := postgres.missing() or ("" if rabbitmq.available() else "RabbitMQ is not installed"):
         print(missing, file=sys.stderr)
         return 1
     with (
         tempfile.TemporaryDirectory(prefix="ga-failover-") as folder,
-        rabbitmq.PrivateRabbitMQ(PARTIES) as broker,
-        postgres.PrivatePostgres(fsync=True) as server,
-        running_pair(Path(folder), broker, "/", server) as pair,
+        site(Path(folder), in_lab=given.lab) as pair,
     ):
         kills, stops = (QUICK_KILLS, QUICK_STOPS) if given.quick else (KILLS, STOPS)
         kills = kills if given.kills is None else given.kills
         stops = stops if given.stops is None else given.stops
-        found = document(*run(pair, kills, stops))
+        found = document(*run(pair, kills, stops)) | {"place": "lab" if given.lab else "one host"}
     print(json.dumps(found, indent=1) if given.json else in_words(found))
     return 0 if found["passed"] else 1
 

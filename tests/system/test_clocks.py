@@ -33,6 +33,8 @@ from tests.support.wall_clock import WallClock
 pytestmark = [pytest.mark.full, pytest.mark.broker, pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TIMEOUT_S = 5.0
+#: So long a daemon stands still: longer than every timeout, and than the broker waits for a heartbeat.
+STILL_S = 120.0
 #: Mini-batches that no test waits for: the site is ended before.
 ENDLESS = 100_000
 DAY_S = 86_400.0
@@ -47,19 +49,19 @@ def impatient(tmp_path: Path, broker: PrivateRabbitMQ, vhost: str) -> Iterator[C
 
 
 def stand_still(daemon: DaemonProcess, meanwhile: Callable[[], None]) -> None:
-    """Stop a daemon for twice its timeout, and until `meanwhile` is done."""
+    """Stop a daemon for two minutes, and until `meanwhile` is done."""
     daemon.signal(signal.SIGSTOP)
     stopped = time.monotonic()
     try:
         meanwhile()
-        until(lambda: time.monotonic() > stopped + 2 * TIMEOUT_S, "it is taken for lost")
+        until(lambda: time.monotonic() > stopped + STILL_S, "it has stood still for long enough", within_s=2 * STILL_S)
     finally:
         daemon.signal(signal.SIGCONT)
 
 
 def check_that_training_outlives(cluster: Cluster) -> None:
     """Have the daemon of its users stand still; training goes on, and afterwards GPUs change hands as ever."""
-    cluster.fill(steps=400)
+    cluster.fill(steps=int(1.4 * STILL_S / 0.04))
     workers = cluster.pids()
     stand_still(cluster.app_agent, lambda: cluster.wait_progress(30))
     cluster.contest()
