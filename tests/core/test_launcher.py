@@ -472,7 +472,8 @@ def test_the_device_files_are_those_of_the_named_gpus(tmp_path: Path) -> None:
 
 
 def test_a_supervisor_can_name_no_process_but_its_child(site: Site) -> None:
-    reply, init = Reply(shim=os.getpid(), shim_ticks=7), '{"pid": 1, "start_ticks": 1, "shim": 1, "shim_ticks": 1}'
+    reply = Reply(shim=os.getpid(), shim_ticks=7)
+    init = f'{{"pid": 1, "start_ticks": {service._start_ticks(1)}, "shim": 1, "shim_ticks": 1}}'
     assert _believed(init.encode(), reply).pid == os.getpid()
     assert _believed(b"no JSON\n", reply).pid == os.getpid()
     child = subprocess.Popen(["/bin/sleep", "60"])
@@ -496,6 +497,7 @@ def test_what_a_user_writes_into_the_record_of_an_end_cannot_harm_the_node(tmp_p
     for forged in (
         f'{{"code": {10**30}}}',
         '{"code": 0, "lived_s": -1e400}',
+        '{"code": 0, "lived_s": -1e300}',
         '{"signal": 999}',
         f'{{"code": 0, "x": {"[" * 10**5}',
     ):

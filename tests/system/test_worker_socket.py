@@ -129,7 +129,11 @@ async def test_a_process_of_another_task_is_refused_and_cuts_no_rank_off(site: S
     await site.heard(1)
     site.own.clear()
     with structlog.testing.capture_logs() as logged:
-        assert await (await site.connect(0, 1)).order() is None
+        neighbour = await site.connect(0, 1)
+        while not logged and len(site.said) == 1:  # noqa: ASYNC110 - callbacks only
+            await asyncio.sleep(0.001)
+    assert len(site.said) == 1, "its hello was heard"
+    assert await neighbour.order() is None
     (line,) = logged
     assert line["reason"] == f"process {os.getpid()} is none of this task's"
     site.socket.order(Order("tell", 1, 1))
