@@ -9,6 +9,7 @@ without one. A test that needs root, a real systemd or the like is skipped elsew
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -24,7 +25,10 @@ from tests.support.pages import DOCS, ROOT
 
 DATA = ROOT / "tests" / "data" / "measures.toml"
 COPY = ROOT / "out" / "attacks"
+COMPILED = ROOT / "out" / "attacks-loops"  #: the auction's loops of all copies
 _ROW = re.compile(r"^\| (?!attack|---)(.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
+#: What a test has to say of its failure; that of a group of tasks stands behind bars.
+_WORDS = re.compile(r"(?:E  |[ |]+\| )\s*(.*(?:Error|Failed|assert|Exception).*)")
 _FAILED, _PASSED = 1, 0
 
 
@@ -100,11 +104,12 @@ def _copy() -> None:
 def _tried(test: str) -> tuple[int | None, str]:
     """Run a test in the copy; return pytest's exit code and a line of what it said. None: it was skipped."""
     command = [sys.executable, "-B", "-m", "pytest", "-m", "full or not full", "-p", "no:cacheprovider", "--tb=short"]
-    done = subprocess.run([*command, "-rs", test], cwd=COPY, capture_output=True, text=True, check=False)
+    kept = os.environ | {"NUMBA_CACHE_DIR": str(COMPILED)}
+    done = subprocess.run([*command, "-rs", test], cwd=COPY, env=kept, capture_output=True, text=True, check=False)
     lines = done.stdout.splitlines()
     if done.returncode == _PASSED and not re.search(r"\b[1-9]\d* passed", done.stdout):
         return None, next((line for line in lines if line.startswith("SKIPPED")), "skipped")
-    told = next((line[1:].strip() for line in lines if line.startswith("E  ")), lines[-1] if lines else done.stderr)
+    told = next((found[1] for found in map(_WORDS.match, lines) if found), lines[-1] if lines else done.stderr)
     return done.returncode, told
 
 
