@@ -293,7 +293,7 @@ def test_a_promise_of_a_gpu_of_the_node_is_withdrawn() -> None:
 def test_only_administrators_drain_and_only_nodes_that_are_there() -> None:
     site = a_site()
     refused = answer(drain(site, by="bob"))
-    assert (refused["code"], refused["error"]) == (7, "only administrators of the site may drain a node")
+    assert (refused.get("code"), refused.get("error")) == (7, "only administrators of the site may drain a node")
     refused = answer(drain(site, "n7"))
     assert (refused["code"], refused["error"]) == (3, "there is no node n7; the nodes are n1, n2")
     assert answer(undrain(site, "n7"))["code"] == 3

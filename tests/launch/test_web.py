@@ -208,10 +208,15 @@ def test_a_page_loads_nothing_but_our_style_and_says_so_to_the_browser(browser: 
     assert browser.get("/favicon.ico")[0] == 204, "browsers ask for it by themselves"
 
 
-def test_names_that_users_choose_are_text(browser: Browser) -> None:
+def test_names_that_users_choose_are_text(browser: Browser, asked: Asked) -> None:
+    formula = '=HYPERLINK("http://elsewhere","a name")'
+    zoe = AppReport(AppId("zoe-1"), TEAM, formula, 1, "active", 1, 1, (), Requirements())
+    asked.books.note(asked.books.site.hear(Party("app", "zoe"), zoe))
     _, _, body = browser.get("/")
     assert "<script" not in body
     assert 'alert("x")' in Read(body).text
+    rows = csv.DictReader(browser.get("/now.csv?table=apps")[2].splitlines())
+    assert [row["name"] for row in rows if row["app"] == "zoe-1"] == [f"'{formula}"], "a spreadsheet takes it for text"
 
 
 def test_now_shows_each_gpu_with_its_holder_and_each_app(browser: Browser, asked: Asked) -> None:

@@ -175,8 +175,11 @@ async def test_a_user_whom_the_gateway_does_not_serve_gets_one_sentence(reachabl
     async with gateway_site(reachable, MemoryBroker(), owners=("alice",)) as site:
         with pytest.raises(NotPermittedError, match=r"the gateway login1 does not serve nobody; an administrator adds"):
             await site.asked(PingRequest())
+        assert list((reachable / "state").glob("app-*")) == []
+    async with gateway_site(reachable, MemoryBroker()) as site:
+        spec = AppSpec(trials=(("id",),), cwd="/", checkpoint_root="/srv/ckpt")
         with pytest.raises(NotPermittedError, match=r"serves users from number 1000 on, and yours is 0"):
-            await site.asked(PingRequest(), 0)
+            await site.asked(SubmitRequest(spec), 0)
         assert list((reachable / "state").glob("app-*")) == []
 
 
@@ -202,7 +205,7 @@ async def test_a_user_can_neither_end_hold_nor_read_anothers_app_at_the_gateway_
         await site.asked(WaitRequest(hers, "running"), alice)
         await site.asked_until(lambda log: log["size"] == 5, QueryRequest("log", hers), alice)
         (before,) = (await site.asked(ListRequest(), alice))["apps"]
-        for request in (CancelRequest(hers), ActRequest(hers, "hold")):
+        for request in (CancelRequest(hers), ActRequest(hers, "hold"), ActRequest(hers, "release")):
             with pytest.raises(NotPermittedError, match="belongs to alice"):
                 await site.asked(request, bob)
         with pytest.raises(ControlError, match="is for alice only"):

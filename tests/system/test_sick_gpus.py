@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from node_agent import health_files, procfs
+from protocol.messages import NodeReport
 from tests.support.node_site import find_gpu, find_task, gpu, node_site, task_order
-from tests.support.patience import PATIENCE_S
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 def orphan() -> int:
     """Start a process that is no child of the node agent, which runs in this very process."""
-    start = "import subprocess as s; print(s.Popen(['/bin/sleep', '120'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
+    start = "import subprocess as s; print(s.Popen(['/bin/sleep', '1000'], stdout=s.DEVNULL, stderr=s.DEVNULL).pid)"
     return int(subprocess.run([sys.executable, "-c", start], capture_output=True, check=True, text=True).stdout)
 
 
@@ -53,14 +53,25 @@ async def test_two_scripts_that_are_not_there_do_not_quarantine_a_gpu(tmp_path: 
 
 
 async def test_a_stranger_is_ended_before_a_task_gets_its_gpu(tmp_path: Path) -> None:
-    pid = orphan()
-    async with node_site(tmp_path, strangers="kill", strangers_uid_min=os.getuid()) as site:
-        site.backend.intrude(gpu(0), pid)
-        await site.plan(task_order(tmp_path, "ada-1.0-a0", "work"))
-        report = await site.report(lambda report: find_gpu(report, 0).strangers == 1)
-        assert f"process {pid}" in find_gpu(report, 0).detail
-        async with asyncio.timeout(PATIENCE_S):
-            while (process := procfs.stat(pid)) is not None and process.state != "Z":  # noqa: ASYNC110 - not our child
-                await asyncio.sleep(0.05)
-        site.backend.intrude(gpu(0))
-        await site.phase("ada-1.0-a0", "running")
+    pid, told = orphan(), list[NodeReport]()
+    begun = procfs.stat(pid)
+    assert begun is not None
+
+    def is_over(report: NodeReport) -> bool:
+        told.append(report)
+        return not procfs.is_running(pid, begun.start_ticks)
+
+    try:
+        async with node_site(tmp_path, strangers="kill", strangers_uid_min=os.getuid()) as site:
+            site.backend.intrude(gpu(0), pid)
+            await site.plan(task_order(tmp_path, "ada-1.0-a0", "work"))
+            report = await site.report(lambda report: find_gpu(report, 0).strangers == 1)
+            assert f"process {pid}" in find_gpu(report, 0).detail
+            await site.report(is_over)
+            beside = [find_task(report, "ada-1.0-a0") for report in told if find_gpu(report, 0).strangers]
+            assert not [task for task in beside if task is not None and task.step >= 0], "it trains beside a stranger"
+            site.backend.intrude(gpu(0))
+            await site.phase("ada-1.0-a0", "running")
+    finally:
+        if procfs.is_running(pid, begun.start_ticks):
+            os.kill(pid, signal.SIGKILL)
