@@ -28,7 +28,7 @@ COPY = ROOT / "out" / "attacks"
 COMPILED = ROOT / "out" / "attacks-loops"  #: the auction's loops of all copies
 _ROW = re.compile(r"^\| (?!attack|---)(.+?) \| (.+?) \| (.+?) \|$", re.MULTILINE)
 #: What a test has to say of its failure; that of a group of tasks stands behind bars.
-_WORDS = re.compile(r"(?:E  |[ |]+\| )\s*(.*(?:Error|Failed|assert|Exception).*)")
+_WORDS = re.compile(r"(?:E  |[ |]+\| )\s*(?!ExceptionGroup)(.*(?:Error|Failed|assert|Exception).*)")
 _FAILED, _PASSED = 1, 0
 
 

@@ -163,3 +163,14 @@ async def test_a_node_agent_on_a_disk_that_becomes_read_only_goes_on_and_starts_
         site.epoch = 2
         await site.plan(task_order(tmp_path, b, "park-only", gpus=(1,)))
         await site.status(b, lambda status: status.step >= 1)
+
+
+async def test_the_state_of_a_node_agent_that_is_deleted_is_written_anew_and_training_goes_on(tmp_path: Path) -> None:
+    task = "ada-1.0-a0"
+    async with node_site(tmp_path) as site:
+        await site.plan(task_order(tmp_path, task, "park-only"))
+        step = (await site.status(task, lambda status: status.step >= 1)).step
+        (tmp_path / "state" / "agent.json").unlink()
+        await site.plan(task_order(tmp_path, task, "park-only"))
+        await site.status(task, lambda status: status.step > step + 3)
+        assert (tmp_path / "state" / "agent.json").exists()
