@@ -19,6 +19,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from secrets import token_hex
 from typing import TYPE_CHECKING
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from msgspec import Struct
@@ -32,10 +33,11 @@ from launch.faults import Fault
 from launch.gpu_checks import Check, CheckVerdict
 from protocol import exit_codes
 from protocol.bus.address import split
-from protocol.bus.provision import broker_config
+from protocol.bus.provision import broker_config, gateway_user
 from protocol.config import ConfigError
+from protocol.messages import ARBITER, Party
 from protocol.release import release
-from protocol.topology import CONSUMER_TIMEOUT_MS
+from protocol.topology import CONSUMER_TIMEOUT_MS, Permissions, Topology, with_prefix
 
 if TYPE_CHECKING:
     from arbiter.core.state.model import ArbiterSettings
@@ -233,6 +235,7 @@ def brokers(bus: str, participants: int, ctl: Ctl) -> Iterator[Check]:
     hosts = split(bus).hosts
     if not bus or any(map(is_here, hosts)):
         yield from broker(participants, ctl)
+        yield from rights(unquote(urlsplit(bus).path[1:]) or "/", ctl)
     elif hosts:
         where = f"the broker is on {hosts[0]}" if len(hosts) == 1 else f"the brokers are on {', '.join(hosts)}"
         yield _unknown_limits(where)
@@ -252,6 +255,69 @@ def broker(participants: int, ctl: Ctl) -> Iterator[Check]:
     found = re.search(r"\{ok,\s*(\d+)\}", timeout)
     yield _consumer_timeout(int(found[1]) if found else None)
     yield from _listeners(status.get("listeners") or ())
+
+
+def rights(vhost: str, ctl: Ctl) -> Iterator[Check]:
+    """Check that no user of the broker may more than its part in the site needs."""
+    try:
+        of_user, topics = (
+            json.loads(ctl(verb, "--vhost", vhost, "--formatter", "json"))
+            for verb in ("list_permissions", "list_topic_permissions")
+        )
+    except (Fault, RuntimeError, ValueError):
+        return  # `broker` has said why
+    topology = _topology_of(of_user)
+    needed = {each["user"]: _needed(each["user"], topology) for each in of_user}
+    strangers = [user for user, rights in needed.items() if rights is None]
+    wrong = [
+        each["user"]
+        for each in of_user
+        if (rights := needed[each["user"]]) is not None and not _has_only(each, topics, rights, topology)
+    ]
+    if wrong:
+        found = f"{_some(wrong)} may do more at the broker than its part in the site needs, such as speak for others"
+        lines = f"run the lines of `gpu-arbiter provision {wrong[0]} --vhost {vhost}`"
+        mend = f"{lines}, then `rabbitmqctl close_all_user_connections {wrong[0]} rights`"
+        yield Check("broker rights", "fail", found, mend)
+    elif strangers:
+        found = f"{_some(strangers)} may use the virtual host {vhost} and is no part of the site"
+        yield Check("broker rights", "note", found, f"rabbitmqctl clear_permissions --vhost {vhost} {strangers[0]}")
+    else:
+        yield Check("broker rights", "ok", f"each of {len(of_user)} users has the rights that its part needs")
+
+
+def _has_only(
+    has: Mapping[str, str], topics: Sequence[Mapping[str, str]], needed: Permissions, topology: Topology
+) -> bool:
+    """Whether a user has these rights, on all that it may write to upwards too."""
+    of_topics = [each["write"] for each in topics if (each["user"], each["exchange"]) == (has["user"], topology.up)]
+    own = (has["configure"], has["write"], has["read"])
+    return own == (needed.configure, needed.write, needed.read) and of_topics == [needed.topic_write]
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:NAMED_MAX]) + _more(names)
+
+
+def _topology_of(of_user: Sequence[Mapping[str, str]]) -> Topology:
+    """Return the topology of a site with these rights; its prefix is the one that the arbiter's rights begin with."""
+    own = next((each["configure"] for each in of_user if each["user"] == ARBITER.user), "")
+    found = re.match(r"\^\((.*?)ga", own)
+    return with_prefix(Topology(), found[1].replace("\\", "") if found else "")
+
+
+def _needed(user: str, topology: Topology) -> Permissions | None:
+    """Return the rights of a user by its name; None if it is no part of a site."""
+    role, _, name = user.partition("-")
+    match role:
+        case "arbiter" if not name:
+            return topology.permissions(ARBITER)
+        case "gateway" if name:
+            return gateway_user(name, topology).rights
+        case "app" | "node" if name:
+            return topology.permissions(Party(role, name))
+        case _:
+            return None
 
 
 def is_here(host: str) -> bool:

@@ -20,10 +20,11 @@ from launch import doctor, escape, site_checks
 from launch.faults import Fault
 from launch.gpu_checks import Check
 from launch.site_checks import Daemon, Escape, Word
+from protocol.bus import provision
 from protocol.journal.sqlite import SqliteJournal
-from protocol.messages import Party
+from protocol.messages import ARBITER, Party
 from protocol.release import release
-from protocol.topology import CONSUMER_TIMEOUT_MS
+from protocol.topology import CONSUMER_TIMEOUT_MS, Topology, with_prefix
 from simulator import self_test
 from tests.support import rabbitmq
 from tests.support.rabbitmq import PrivateRabbitMQ
@@ -207,10 +208,55 @@ def test_a_real_broker_tells_its_limits() -> None:
         }
         assert "MiB of its watermark of" in checks["broker memory"].found
         assert "open files are used" in checks["broker files"].found
+        (rights,) = site_checks.rights("/", ctl)
+        assert rights.verdict in ("ok", "note"), "the right of each is as it was made"
+        broker.control("set_permissions", "app-ana", "^$", ".*", ".*")
+        (rights,) = site_checks.rights("/", ctl)
+        assert (rights.verdict, rights.found.split()[0]) == ("fail", "app-ana")
         broker.control("eval", "application:set_env(rabbit, consumer_timeout, 1800000).")
         assert found(site_checks.broker(3, ctl))["leader token"].verdict == "fail"
     finally:
         broker.close()
+
+
+def with_rights(*extra: tuple[str, str], prefix: str = "", wide: str = "") -> Check:
+    """What is found of a broker with an arbiter, a node, an owner, a gateway and `extra` users, one with all rights."""
+    topology = with_prefix(Topology(), prefix)
+    users = [provision.user(party, topology) for party in (ARBITER, Party("node", "n1"), Party("app", "ana"))]
+    users.append(provision.gateway_user("login1", topology))
+    made = provision.definitions(users, topology, "gpu", replicated=False)
+    permissions = [{**each, "write": ".*"} if each["user"] == wide else each for each in made["permissions"]]  # type: ignore[attr-defined]
+    permissions += [{"user": name, "configure": right, "write": right, "read": right} for name, right in extra]
+
+    def ctl(*words: str) -> str:
+        assert words[1:3] == ("--vhost", "gpu")
+        return json.dumps(permissions if words[0] == "list_permissions" else made["topic_permissions"])
+
+    (check,) = site_checks.rights("gpu", ctl)
+    return check
+
+
+@pytest.mark.parametrize("prefix", ["", "lab-2."])
+def test_the_rights_of_a_broker_s_users_are_those_that_their_parts_need(prefix: str) -> None:
+    check = with_rights(prefix=prefix)
+    assert (check.verdict, check.found) == ("ok", "each of 4 users has the rights that its part needs")
+    for wide in ("node-n1", "app-ana", "gateway-login1", "arbiter"):
+        check = with_rights(prefix=prefix, wide=wide)
+        assert (check.verdict, check.found.split()[0]) == ("fail", wide)
+        assert f"gpu-arbiter provision {wide} --vhost gpu" in check.mend
+
+
+def test_a_user_of_the_virtual_host_who_is_no_part_of_the_site_is_named() -> None:
+    check = with_rights(("guest", ".*"))
+    assert (check.verdict, "guest may use the virtual host gpu" in check.found) == ("note", True)
+    assert check.mend == "rabbitmqctl clear_permissions --vhost gpu guest"
+
+
+def test_where_the_broker_tells_nothing_its_rights_are_not_judged() -> None:
+    def ctl(*words: str) -> str:
+        raise Fault(f"no rabbitmqctl answers on this host to {words[0]}")
+
+    assert list(site_checks.rights("gpu", ctl)) == []
 
 
 # --- the store --------------------------------------------------------------------------------------------------------
