@@ -7,21 +7,16 @@ package of that commit, and not from that of the tree under an older number.
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
-import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.support import deb, pages, rabbitmq, telling_steps
+from tests.support import deb, pages, rabbitmq
 from tests.support.cluster import until
-from tests.support.launcher_host import Host, join, launcher_host, why_not
-from tests.support.stand_in import StandIn, cards
+from tests.support.launcher_host import why_not
+from tests.support.two_hosts import WORK, Hosts, two_hosts
 
 pytestmark = [
     pytest.mark.full,
@@ -35,110 +30,14 @@ HUB, NODE, USER = pages.below(pages.DOCS / "operations.md", "### Two hosts from 
 NEXT = "0.2.0"
 #: By host, the units of the daemons.
 DAEMONS = {"hub": ("gpu-arbiter", "gpu-arbiter-app-agent@alice"), "n1": ("gpu-arbiter-node-agent",)}
-#: The hosts have no journald. Auctions of two GPUs need no compiled loops.
-DROP_IN = """[Service]
-Environment=NUMBA_DISABLE_JIT=1
-StandardError=append:/var/log/{unit}
-"""
-DRIVER = "/opt/driver"
-WORK = "/srv/work"
-
-
-class Hosts:
-    """The two hosts, and the people who type there."""
-
-    def __init__(self, hosts: Mapping[str, Host]) -> None:
-        self.hub, self.n1 = hosts["hub"], hosts["n1"]
-        self._hosts = hosts
-
-    def type(self, host: str, line: str, folder: str) -> str:
-        """Type a line as root; return what it says."""
-        if line.startswith("scp "):
-            self._copy(line, folder)
-            return ""
-        answer = "y\n"  # to the question of apt-get whether to continue
-        return self._hosts[host].run("env", "-C", folder, "HOME=/root", "bash", "-c", line, text=answer)
-
-    def upgrade(self, host: str, package: Path) -> None:
-        """Install another version on a host as the page on upgrading says; dpkg restarts the daemons that run."""
-        shutil.copy(package, self._hosts[host].root / "root/other.deb")
-        self.type(host, "dpkg -i other.deb", "/root")
-
-    def _copy(self, line: str, folder: str) -> None:
-        """Copy from the hub as `scp` does, which the lab has no daemon for: the files get the rights that they have."""
-        *sources, to = [word for word in shlex.split(line)[1:] if not word.startswith("-")]
-        host, _, place = to.partition(":")
-        for source in sources:
-            (path,) = (self.hub.root / folder.lstrip("/")).glob(source)
-            copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, self._hosts[host].root / "root" / place / path.name)
-
-    def as_alice(self, *lines: str, check: bool = True) -> str:
-        """Have alice log in to the hub and type lines; return what they say."""
-        return self.hub.run("bash", "-lc", "\n".join(lines), user="alice", check=check)
-
-    def told(self, line: str) -> Any:
-        """The document that a command says to alice; None while there is none."""
-        try:
-            return json.loads(self.as_alice(f"{line} --json", check=False))
-        except ValueError:
-            return None
-
-    def wait_for_node(self) -> None:
-        """Wait until the arbiter knows the GPUs of n1."""
-
-        def is_up() -> bool:
-            told = self.told("gpu-arbiter nodes")
-            return bool(told and [node["state"] for node in told.get("nodes", ())] == ["up"])
-
-        until(is_up, "the node is up", self.logs)
-
-    def logs(self) -> str:
-        """The ends of all logs."""
-        ends = [
-            f"{unit}: {self._hosts[name].run('tail', '-n', '5', f'/var/log/{unit}', check=False)}"
-            for name, units in DAEMONS.items()
-            for unit in units
-        ]
-        return "\n".join(ends)
-
-    def process(self, host: str, unit: str) -> str:
-        """The process of a daemon that is up; empty without one."""
-        up = self._hosts[host].run("systemctl", "is-active", unit, check=False).strip() == "active"
-        return self._hosts[host].run("systemctl", "show", "-p", "MainPID", "--value", unit).strip() if up else ""
-
-    def processes(self) -> dict[str, str]:
-        """The process of each daemon."""
-        return {unit: self.process(host, unit) for host, units in DAEMONS.items() for unit in units}
-
-    def releases(self) -> dict[str, str]:
-        """What `doctor --site` says of releases: its verdict, and what it found."""
-        told = self.told("gpu-arbiter doctor --site")
-        return next((each for each in told["checks"] if each["name"] == "releases"), {}) if told else {}
 
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if why_not():
         pytest.skip(why_not())
-    folder = tmp_path_factory.mktemp("hosts")
-    driver = StandIn(folder / "driver", *cards(2))
-    with ExitStack() as stack:
-        made = {name: stack.enter_context(launcher_host(folder / name)) for name in DAEMONS}
-        join(made)
-        for name, host in made.items():
-            for unit in DAEMONS[name]:
-                folder_of = f"/etc/systemd/system/{re.sub('@.*', '@', unit)}.service.d"
-                host.write(f"{folder_of}/test.conf", DROP_IN.format(unit=unit))
-            host.run("install", "-d", "-m", "777", WORK)
-        shutil.copytree(driver.folder, made["n1"].root / DRIVER.lstrip("/"))
-        made["n1"].write("/etc/ld.so.conf.d/driver.conf", f"{DRIVER}\n")
-        made["n1"].run("ldconfig")
-        shutil.copy(telling_steps.__file__, made["n1"].root / WORK.lstrip("/"))
-        shutil.copy(telling_steps.__file__, made["hub"].root / WORK.lstrip("/"))
-        made["hub"].run("install", "-d", "/srv/fresh")
-        shutil.copy(deb.earlier(), made["hub"].root / "srv/fresh")
-        yield Hosts(made)
+    with two_hosts(tmp_path_factory.mktemp("hosts"), deb.earlier(), DAEMONS) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,127 @@
+"""Two hosts, each with a real systemd, joined by a cable, and the people who type there.
+
+The host `hub` has the broker, the arbiter and the users; `n1` has two GPUs, which are stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from tests.support import telling_steps
+from tests.support.cluster import until
+from tests.support.launcher_host import Host, join, launcher_host
+from tests.support.stand_in import StandIn, cards
+
+#: The hosts have no journald. Auctions of two GPUs need no compiled loops.
+DROP_IN = """[Service]
+Environment=NUMBA_DISABLE_JIT=1
+StandardError=append:/var/log/{unit}
+"""
+DRIVER = "/opt/driver"
+WORK = "/srv/work"
+
+
+class Hosts:
+    """The two hosts, and the people who type there."""
+
+    def __init__(self, hosts: Mapping[str, Host], daemons: Mapping[str, Sequence[str]]) -> None:
+        self.hub, self.n1 = hosts["hub"], hosts["n1"]
+        self._hosts, self._daemons = hosts, daemons
+
+    def type(self, host: str, line: str, folder: str) -> str:
+        """Type a line as root; return what it says."""
+        if line.startswith("scp "):
+            self._copy(line, folder)
+            return ""
+        answer = "y\n"  # to the question of apt-get whether to continue
+        return self._hosts[host].run("env", "-C", folder, "HOME=/root", "bash", "-c", line, text=answer)
+
+    def upgrade(self, host: str, package: Path) -> None:
+        """Install another version on a host as the page on upgrading says; dpkg restarts the daemons that run."""
+        shutil.copy(package, self._hosts[host].root / "root/other.deb")
+        self.type(host, "dpkg -i other.deb", "/root")
+
+    def _copy(self, line: str, folder: str) -> None:
+        """Copy from the hub as `scp` does, which the lab has no daemon for: the files get the rights that they have."""
+        *sources, to = [word for word in shlex.split(line)[1:] if not word.startswith("-")]
+        host, _, place = to.partition(":")
+        for source in sources:
+            (path,) = (self.hub.root / folder.lstrip("/")).glob(source)
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, self._hosts[host].root / "root" / place / path.name)
+
+    def as_alice(self, *lines: str, check: bool = True) -> str:
+        """Have alice log in to the hub and type lines; return what they say."""
+        return self.logged_in("alice", *lines, check=check)
+
+    def logged_in(self, user: str, *lines: str, check: bool = True) -> str:
+        """Likewise for a user."""
+        return self.hub.run("bash", "-lc", "\n".join(lines), user=user, check=check)
+
+    def told(self, line: str) -> Any:
+        """The document that a command says to alice; None while there is none."""
+        try:
+            return json.loads(self.as_alice(f"{line} --json", check=False))
+        except ValueError:
+            return None
+
+    def wait_for_node(self) -> None:
+        """Wait until the arbiter knows the GPUs of n1."""
+
+        def is_up() -> bool:
+            told = self.told("gpu-arbiter nodes")
+            return bool(told and [node["state"] for node in told.get("nodes", ())] == ["up"])
+
+        until(is_up, "the node is up", self.logs)
+
+    def logs(self) -> str:
+        """The ends of all logs."""
+        ends = [
+            f"{unit}: {self._hosts[name].run('tail', '-n', '5', f'/var/log/{unit}', check=False)}"
+            for name, units in self._daemons.items()
+            for unit in units
+        ]
+        return "\n".join(ends)
+
+    def process(self, host: str, unit: str) -> str:
+        """The process of a daemon that is up; empty without one."""
+        up = self._hosts[host].run("systemctl", "is-active", unit, check=False).strip() == "active"
+        return self._hosts[host].run("systemctl", "show", "-p", "MainPID", "--value", unit).strip() if up else ""
+
+    def processes(self) -> dict[str, str]:
+        """The process of each daemon."""
+        return {unit: self.process(host, unit) for host, units in self._daemons.items() for unit in units}
+
+    def releases(self) -> dict[str, str]:
+        """What `doctor --site` says of releases: its verdict, and what it found."""
+        told = self.told("gpu-arbiter doctor --site")
+        return next((each for each in told["checks"] if each["name"] == "releases"), {}) if told else {}
+
+
+@contextmanager
+def two_hosts(folder: Path, package: Path, daemons: Mapping[str, Sequence[str]]) -> Iterator[Hosts]:
+    """Yield two fresh hosts; `package` lies in /srv/fresh of the hub. `daemons`: their units, by host."""
+    driver = StandIn(folder / "driver", *cards(2))
+    with ExitStack() as stack:
+        made = {name: stack.enter_context(launcher_host(folder / name)) for name in daemons}
+        join(made)
+        for name, host in made.items():
+            for unit in daemons[name]:
+                folder_of = f"/etc/systemd/system/{re.sub('@.*', '@', unit)}.service.d"
+                host.write(f"{folder_of}/test.conf", DROP_IN.format(unit=unit))
+            host.run("install", "-d", "-m", "777", WORK)
+        shutil.copytree(driver.folder, made["n1"].root / DRIVER.lstrip("/"))
+        made["n1"].write("/etc/ld.so.conf.d/driver.conf", f"{DRIVER}\n")
+        made["n1"].run("ldconfig")
+        for host in made.values():
+            shutil.copy(telling_steps.__file__, host.root / WORK.lstrip("/"))
+        made["hub"].run("install", "-d", "/srv/fresh")
+        shutil.copy(package, made["hub"].root / "srv/fresh")
+        yield Hosts(made, daemons)
