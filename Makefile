@@ -22,7 +22,7 @@ TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns attacks idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker store browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns attacks idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -51,18 +51,20 @@ $(LOOPS): $(READY) arbiter/core/policies/themis/auction/kernel.py
 broker: ## install RabbitMQ when that is possible, else say what to do
 	sh scripts/ensure-rabbitmq.sh
 
-# After the broker: two installations at a time would stand in each other's way.
-browser: broker ## install Chromium when that is possible, else say what to do
+# Each after the one before: two installations at a time would stand in each other's way.
+store: broker ## install PostgreSQL when that is possible, else say what to do
+	sh scripts/ensure-postgres.sh
+
+browser: store ## install Chromium when that is possible, else say what to do
 	sh scripts/ensure-chromium.sh
 
-# After the browser, for the same reason.
 prometheus: browser ## install Prometheus when that is possible, else say what to do
 	sh scripts/ensure-prometheus.sh
 
 demo: $(LOOPS) ## two nodes of four simulated GPUs, two tenants, six apps; figures in out/demo/
 	$(BIN)/gpu-arbiter demo
 
-test: plain pure system clock alone ## all tests; installs RabbitMQ, Chromium and Prometheus when it may, else says what to do
+test: plain pure system clock alone ## all tests; installs RabbitMQ, PostgreSQL, Chromium and Prometheus when it may, else says what to do
 
 # Tests that need no auction: they run while its loops compile.
 PLAIN := tests/launch tests/protocol
@@ -152,6 +154,7 @@ idioms: $(READY) ## twenty idioms of training scripts, alone and on a busy site;
 
 bench: $(READY) ## the benchmarks, one JSON document each in out/bench/
 	sh scripts/ensure-rabbitmq.sh
+	sh scripts/ensure-postgres.sh
 	sh scripts/ensure-chromium.sh
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[bench]'
 	@mkdir -p out/bench
@@ -194,7 +197,7 @@ wheels: $(READY) ## both wheels, gpu-arbiter and gpu-arbiter-session, in dist/
 deb: $(READY) ## a Debian package for the Python of this host, in dist/: program, units, accounts
 	$(BIN)/python packaging/deb/build.py
 
-lab: $(READY) broker ## a site on seven hosts, which are network namespaces; prints how to use it, and how to cut its cables (root)
+lab: $(READY) store ## a site on seven hosts, which are network namespaces; prints how to use it, and how to cut its cables (root)
 	$(BIN)/python -m tests.lab
 
 clean: ## remove everything that was made

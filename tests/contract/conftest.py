@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import suppress
 from typing import Protocol, TypeVar
@@ -18,6 +17,7 @@ from protocol.messages import ARBITER, Party
 from protocol.topology import Topology
 from tests.support import postgres as postgres_support
 from tests.support import rabbitmq
+from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 from tests.support.proxy import Proxy
@@ -143,10 +143,7 @@ class AmqpSite:
 def broker() -> Iterator[rabbitmq.PrivateRabbitMQ]:
     """One private RabbitMQ for the whole run; each test has a virtual host of its own."""
     if not rabbitmq.available():
-        reason = f"RabbitMQ is not installed ({rabbitmq.SERVER} is missing): run scripts/ensure-rabbitmq.sh"
-        if os.environ.get("CI") == "true":
-            pytest.fail(reason)
-        pytest.skip(reason)
+        lack(f"RabbitMQ is not installed ({rabbitmq.SERVER} is missing): run scripts/ensure-rabbitmq.sh")
     with rabbitmq.PrivateRabbitMQ(PARTIES, VHOSTS, LIMITS) as node:
         yield node
 
@@ -178,8 +175,7 @@ async def arbiter(site: Site) -> Link:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PrivatePostgres]:
     """One private PostgreSQL for the whole run; each test has a database of its own."""
-    reason = postgres_support.missing()
-    if reason:
-        pytest.skip(reason)
+    if reason := postgres_support.missing():
+        lack(reason)
     with PrivatePostgres() as server:
         yield server

@@ -1,6 +1,6 @@
 """`make check` and `make full` see to the programs that tests need; where one cannot be had, they say so.
 
-RabbitMQ and Prometheus would start a service, which a policy forbids for as long as they are installed.
+RabbitMQ, PostgreSQL and Prometheus would start a service, which a policy forbids for as long as they are installed.
 """
 
 from __future__ import annotations
@@ -11,10 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import postgres
+from tests.support.needs import lack
 from tests.support.pages import ROOT
 
 SCRIPTS = ROOT / "scripts"
-EACH = pytest.mark.parametrize("script", ["ensure-chromium.sh", "ensure-prometheus.sh", "ensure-rabbitmq.sh"])
+EACH = pytest.mark.parametrize(
+    "script", ["ensure-chromium.sh", "ensure-postgres.sh", "ensure-prometheus.sh", "ensure-rabbitmq.sh"]
+)
 
 
 def ensured(folder: Path, **programs: str) -> subprocess.CompletedProcess[str]:
@@ -70,7 +74,7 @@ def installing(folder: Path, script: str, apt_get: str, ci: str = "") -> subproc
     texts = {name: (SCRIPTS / name).read_text() for name in (script, "ensure.sh")}
     assert "".join(texts.values()).count("/usr/sbin/policy-rc.d") == 1
     for name, text in texts.items():
-        ours = text.replace("/usr/sbin/", f"{folder}/sbin/").replace("/usr/lib/rabbitmq/", f"{folder}/nothing/")
+        ours = text.replace("/usr/sbin/", f"{folder}/sbin/").replace("/usr/lib/", f"{folder}/nothing/")
         (folder / name).write_text(ours)
     # The tests themselves may run where an interrupt is ignored.
     line = (str(shutil.which("env")), "--default-signal", "/bin/sh", str(folder / script))
@@ -124,10 +128,22 @@ def test_packages_that_cannot_be_had_are_not_waited_for(tmp_path: Path, script: 
 
 
 @EACH
-def test_in_ci_the_tests_on_a_real_broker_may_not_be_skipped(tmp_path: Path, script: str) -> None:
+def test_in_ci_the_tests_on_a_real_broker_and_a_real_database_may_not_be_skipped(tmp_path: Path, script: str) -> None:
     (tmp_path / "sbin").mkdir()
     done = installing(tmp_path, script, "exit 100", ci="true")
-    assert done.returncode == (1 if script == "ensure-rabbitmq.sh" else 0)
+    assert done.returncode == (1 if script in ("ensure-rabbitmq.sh", "ensure-postgres.sh") else 0)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("true", pytest.fail.Exception), ("", pytest.skip.Exception)])
+def test_a_test_that_lacks_its_program_is_skipped_and_in_ci_fails(
+    monkeypatch: pytest.MonkeyPatch, ci: str, outcome: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    monkeypatch.setattr(postgres, "PROGRAMS", Path("/nowhere"))
+    ends = (pytest.fail.Exception, pytest.skip.Exception)
+    with pytest.raises(ends, match=r"PostgreSQL is not installed: run scripts/ensure-postgres\.sh") as raised:
+        lack(postgres.missing())
+    assert raised.type is outcome
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
@@ -135,5 +151,6 @@ def test_in_ci_the_tests_on_a_real_broker_may_not_be_skipped(tmp_path: Path, scr
 def test_make_sees_to_it_before_the_tests(target: str) -> None:
     done = subprocess.run(("make", "-n", target), cwd=ROOT, capture_output=True, text=True, check=True)
     ensure, _, tests = done.stdout.partition("-m pytest")
-    assert "sh scripts/ensure-prometheus.sh\n" in ensure
+    for script in ("ensure-postgres.sh", "ensure-prometheus.sh"):
+        assert f"sh scripts/{script}\n" in ensure
     assert tests

@@ -27,7 +27,7 @@ _names = itertools.count(1)
 def missing() -> str:
     """Return what is missing to start a server and to talk to it; empty: nothing."""
     if not (PROGRAMS / "initdb").exists():
-        return "PostgreSQL is not installed (apt-get install postgresql)"
+        return "PostgreSQL is not installed: run scripts/ensure-postgres.sh"
     if find_spec("psycopg") is None:
         return "psycopg is not installed (pip install 'gpu-arbiter[postgres]')"
     if os.geteuid() == 0 and shutil.which("setpriv") is None:

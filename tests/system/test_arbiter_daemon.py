@@ -14,6 +14,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
+from arbiter import daemon
 from arbiter.config import ArbiterConfig, load
 from arbiter.core.arbiter import Arbiter, Event
 from arbiter.core.effects import AppRecord, LeaseRecord
@@ -358,3 +359,31 @@ async def _elapsed_s(bus: MemoryBus, app: Party, report: AppReport) -> float:
             body = decode((await link.receive()).data).body
             if isinstance(body, Answer) and not body.error:
                 return float(msgspec.json.decode(body.document)["elapsed_s"])
+
+
+async def test_records_older_than_ledger_days_go_while_the_arbiter_runs_and_newer_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon, "PRUNED_MAX", 2)
+    monkeypatch.setattr(daemon, "PRUNE_PAUSE_S", 0.01)
+    monkeypatch.setattr(daemon, "PRUNE_EVERY_S", 0.05)
+    config = ArbiterConfig(state_dir=str(tmp_path), ledger_days=2.0, arbiter=SETTINGS)
+
+    def over(app: str, days_ago: float) -> AppRecord:
+        return AppRecord(AppId(app), TenantId("team"), 1.0, 0.0, time.time() - days_ago * 86_400.0, 50.0, 40.0, 30.0)
+
+    newer = [over("ana-1", 1.9), over("ana-2", 0.0)]
+    with closing(Ledger(tmp_path / "ledger.db")) as ledger:
+        ledger.write(*newer, *(over(f"bob-{number}", 2.1 + number) for number in range(5)))
+        async with asyncio.TaskGroup() as group:
+            arbiter = group.create_task(run_arbiter(config, MemoryBus(MemoryBroker())))
+            async with asyncio.timeout(PATIENCE_S):
+                await _until_apps_are(ledger, newer)
+                ledger.write(over("bob-9", 2.1))  # it looks again when none was left
+                await _until_apps_are(ledger, newer)
+            arbiter.cancel()
+
+
+async def _until_apps_are(ledger: Ledger, records: list[AppRecord]) -> None:
+    while ledger.apps(limit=10) != records:  # noqa: ASYNC110 - a file has no event to wait for
+        await asyncio.sleep(0.02)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from click.testing import Result
 from typer.testing import CliRunner
@@ -15,6 +18,7 @@ from arbiter.config import ArbiterConfig
 from launch import cli
 from launch.site.site import as_toml
 from protocol import exit_codes
+from protocol.journal import checksum
 from tests.support.memory_site import QUICK, playing
 from tests.support.patience import PATIENCE_S
 
@@ -83,6 +87,32 @@ async def test_a_backup_of_an_arbiter_that_runs_is_restored_and_what_was_forgott
         await site.enrol_node()
         assert [line for line in site.said("object.noted") if "restored" in line["what"]] == [], "it is told once"
     assert document(config, "journal", "check")["differs_after"] is None
+
+
+async def test_a_journal_whose_state_is_not_what_its_events_give_is_a_failure_in_one_sentence(
+    config: Path, tmp_path: Path
+) -> None:
+    for app in ("ana-1", "ana-2"):  # each end writes a snapshot
+        async with playing(tmp_path) as site:
+            site.arbiter()
+            await site.until_led(1)
+            await site.submit(app)
+    assert document(config, "journal", "check")["agreed"] == 1
+    with closing(sqlite3.connect(tmp_path / "arbiter" / "journal.db")) as database, database:
+        newest = "SELECT seq, now, state FROM snapshots ORDER BY seq DESC LIMIT 1"
+        seq, now, packed = database.execute(newest).fetchone()
+        state = msgspec.msgpack.decode(packed)
+        state["round"] += 1
+        packed = msgspec.msgpack.encode(state, order="deterministic")
+        changed = (packed, checksum(seq, now, packed), seq)
+        database.execute("UPDATE snapshots SET state = ?, sum = ? WHERE seq = ?", changed)
+    result = run(config, "journal", "check")
+    sentence, next_step = result.stderr.splitlines()
+    assert (result.exit_code, result.stdout) == (exit_codes.FAILED, "")
+    assert sentence.endswith(f"replayed; after event {seq} the state is not what it was")
+    assert "check it with the version that wrote it" in next_step
+    told = json.loads(run(config, "journal", "check", "--json").stdout)
+    assert (told["schema"], told["code"], told["differs_after"], told["agreed"]) == ("error/v1", 1, seq, 0)
 
 
 def test_wrong_usage_is_one_sentence(config: Path, tmp_path: Path) -> None:

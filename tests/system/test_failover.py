@@ -22,6 +22,7 @@ from tests.support import postgres
 from tests.support.arbiter_site import SETTINGS, Site
 from tests.support.cluster import DaemonProcess, until
 from tests.support.failover import HOSTS, WITNESSES, Pair, gpu_times, look_at, running_pair, told_gpu_times
+from tests.support.needs import lack
 from tests.support.postgres import PrivatePostgres
 from tests.support.proxy import cuttable_link
 from tests.support.rabbitmq import PrivateRabbitMQ
@@ -32,7 +33,7 @@ pytestmark = [pytest.mark.broker, pytest.mark.slow, pytest.mark.timeout(600)]
 @pytest.fixture(scope="module")
 def server() -> Iterator[PrivatePostgres]:
     if reason := postgres.missing():
-        pytest.skip(reason)
+        lack(reason)
     with PrivatePostgres() as made:
         yield made
 

@@ -23,6 +23,7 @@ from protocol.bus.amqp import AmqpBus
 from protocol.messages import ARBITER
 from tests.support import pages, postgres
 from tests.support.memory_site import QUICK, MemorySite, playing
+from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
@@ -117,7 +118,7 @@ async def test_level_0_a_backup_brings_the_site_back_after_the_loss_of_its_disk(
 @pytest.fixture
 def db1() -> Iterator[PrivatePostgres]:
     if reason := postgres.missing():
-        pytest.skip(reason)
+        lack(reason)
     with PrivatePostgres(superuser="postgres") as server:
         yield server
 

@@ -39,6 +39,7 @@ from protocol.messages import (
 from protocol.shell import Shell
 from tests.support import postgres
 from tests.support.memory_site import QUICK, MemorySite, playing
+from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
 
@@ -48,7 +49,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def server() -> Iterator[PrivatePostgres]:
     if reason := postgres.missing():
-        pytest.skip(reason)
+        lack(reason)
     with PrivatePostgres() as made:
         yield made
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +19,7 @@ from benchmarks.sites.record import Account, Record, Span
 from protocol.core import Send
 from protocol.messages import ARBITER, AppId, GpuId, Holdings, LeaseId, LeaseTerms, NodeId, NodePlan, ProbeReply
 from tests.support import rabbitmq
+from tests.support.needs import lack
 from tests.support.traces import ROOT
 
 APP = AppId("o0-1")
@@ -30,9 +30,7 @@ APP = AppId("o0-1")
 @pytest.mark.broker
 def test_a_tiny_site_tells_of_its_rounds_its_daemons_and_its_queues() -> None:
     if not rabbitmq.available():
-        if os.environ.get("CI") == "true":
-            pytest.fail("rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
-        pytest.skip("rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
+        lack("rabbitmq-server is not installed; see scripts/ensure-rabbitmq.sh")
     sizes = ("--nodes", "3", "--gpus", "2", "--apps", "6", "--rounds", "1", "--tries", "2", "--policy", "fifo")
     command = [sys.executable, "benchmarks/site.py", *sizes, "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=580)

@@ -128,7 +128,7 @@ def test_a_site_is_upgraded_host_by_host_while_training_goes_on(site: Hosts, tra
     training.assert_untouched()
 
 
-def test_the_way_back_is_refused_in_one_sentence_until_the_backup_is_restored(
+def test_the_older_version_refuses_in_one_sentence_what_the_newer_has_written_and_the_newer_goes_on(
     site: Hosts, training: Training, newer: Path
 ) -> None:
     site.upgrade("hub", deb.earlier())
