@@ -53,7 +53,7 @@ class Hosts:
         *sources, to = [word for word in shlex.split(line)[1:] if not word.startswith("-")]
         host, _, place = to.partition(":")
         for source in sources:
-            (path,) = (self.hub.root / folder.lstrip("/")).glob(source)
+            (path,) = self.hub.root.glob(str(Path(folder, source)).lstrip("/"))
             copy = shutil.copytree if path.is_dir() else shutil.copy
             copy(path, self._hosts[host].root / "root" / place / path.name)
 

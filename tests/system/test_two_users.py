@@ -1,0 +1,109 @@
+"""Two users of one node, from the package and the shipped units alone: a gateway, a launcher, a node agent.
+
+The lines are typed as they stand in docs/operations.md, "With tasks as their users".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support import deb, pages, rabbitmq
+from tests.support.cluster import until
+from tests.support.launcher_host import UIDS, why_not
+from tests.support.two_hosts import WORK, Hosts, two_hosts
+
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed"),
+    pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
+]
+HUB, NODE = pages.below(pages.DOCS / "operations.md", "#### With tasks as their users")
+DAEMONS = {
+    "hub": ("gpu-arbiter", "gpu-arbiter-gateway"),
+    "n1": ("gpu-arbiter-launcher", "gpu-arbiter-node-agent"),
+}
+USERS = ("alice", "bob")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    if why_not():
+        pytest.skip(why_not())
+    with two_hosts(tmp_path_factory.mktemp("hosts"), deb.package(), DAEMONS) as hosts:
+        for line in HUB.commands():
+            hosts.type("hub", line, "/srv/fresh")
+        for line in NODE.commands():
+            hosts.type("n1", line, "/root")
+        hosts.wait_for_node()
+        yield hosts
+
+
+def steps_of(site: Hosts, user: str) -> list[tuple[int, int]]:
+    """Every mini-batch that a user's training has made, as process and number."""
+    lines = site.n1.run("cat", f"{WORK}/{user}/steps", check=False).splitlines()
+    return [(int(line.split()[0]), int(line.split()[1])) for line in lines if re.fullmatch(r"\d+ \d+", line)]
+
+
+def wait_for_more(site: Hosts, count: int = 20) -> None:
+    """Wait until each user's training has made more mini-batches."""
+    goals = {user: len(steps_of(site, user)) + count for user in USERS}
+    until(lambda: all(len(steps_of(site, user)) >= goals[user] for user in USERS), "mini-batches of both", site.logs)
+
+
+@pytest.fixture(scope="module")
+def trainings(site: Hosts) -> dict[str, str]:
+    """The app of each user, which trains; its folder is closed to the other."""
+    apps = {}
+    for user in USERS:
+        folder = f"{WORK}/{user}"
+        for host in (site.hub, site.n1):
+            host.run("install", "-d", "-o", user, "-m", "700", folder)
+        program = f"/opt/gpu-arbiter/bin/python {WORK}/telling_steps.py {folder}/steps --steps 1000000 --step-ms 50"
+        apps[user] = site.logged_in(user, f"cd {folder}", f"gpu-arbiter submit -- {program}").strip()
+    wait_for_more(site)
+    return apps
+
+
+def test_each_user_trains_as_oneself_and_neither_sees_the_other(site: Hosts, trainings: dict[str, str]) -> None:
+    for user, other in (USERS, USERS[::-1]):
+        pids = {pid for pid, _step in steps_of(site, user)}
+        assert len(pids) == 1
+        (uid,) = {line.split()[0] for line in site.n1.run("ps", "-o", "uid=", "-p", str(*pids)).splitlines()}
+        assert int(uid) == UIDS[user]
+        assert "Permission denied" in site.n1.run("cat", f"{WORK}/{other}/steps", user=user, check=False)
+        assert "Permission denied" in site.n1.run("cat", "/etc/gpu-arbiter/tls/node-n1/key.pem", user=user, check=False)
+        told = site.logged_in(user, f"gpu-arbiter cancel {trainings[other]}", check=False)
+        assert "belongs to" in told or "there is no app" in told
+        assert f" {other} " in site.logged_in(user, "gpu-arbiter ps -a"), "that it is there is no secret"
+
+
+@pytest.mark.parametrize(
+    ("host", "unit"),
+    [("hub", "gpu-arbiter-gateway"), ("n1", "gpu-arbiter-node-agent"), ("n1", "gpu-arbiter-launcher")],
+)
+@pytest.mark.usefixtures("trainings")
+def test_a_restart_of_a_shipped_unit_leaves_training_untouched(site: Hosts, host: str, unit: str) -> None:
+    before = site.process(host, unit)
+    site.type(host, f"systemctl restart {unit}", "/root")
+    until(lambda: site.process(host, unit) not in ("", before), "the daemon is up again", site.logs)
+    wait_for_more(site)
+    for user in USERS:
+        made = steps_of(site, user)
+        assert len({pid for pid, _step in made}) == 1, "one process has made all"
+        assert [step for _pid, step in made] == list(range(len(made))), "each once and in order"
+        assert site.n1.run("cat", f"{WORK}/{user}/steps.words") == "", "it was told a signal, or has ended"
+
+
+def test_what_is_proven_of_the_site_is_told_to_a_user(site: Hosts, trainings: dict[str, str]) -> None:
+    for user, app in trainings.items():
+        site.logged_in(user, f"gpu-arbiter cancel {app}")
+    until(lambda: not site.n1.run("pgrep", "-u", "alice,bob", check=False).strip(), "the trainings are over", site.logs)
+    told = site.told("gpu-arbiter doctor --site")
+    found = {each["name"]: each for each in told["checks"]}
+    assert found["isolation"]["verdict"] == "ok", found["isolation"]
+    assert [each for each in told["checks"] if each["name"].startswith("isolation: ")] == []
