@@ -298,7 +298,7 @@ async def test_an_agent_obeys_no_other_agent_even_where_all_share_one_user(
         await patiently(shell.wait_connected())
         await say(await rig.bus.connect(APP), NODE, frame(plan, APP, name="x"))
         await say(arbiter, NODE, frame(plan, ARBITER, name="y"))
-        await rig.core.until(lambda: len(rig.core.heard) == 1)
+        await rig.core.until(lambda: len(rig.core.heard) >= 1)
     assert ["only the arbiter" in str(refused["reason"]) for refused in said(logs, "wire.refused")] == [True]
 
 
