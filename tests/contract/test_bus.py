@@ -236,6 +236,7 @@ async def test_an_app_cannot_read_anothers_inbox(site: Site, arbiter: Link, read
 
 
 async def test_an_agent_can_neither_lead_nor_provision(site: Site, arbiter: Link) -> None:
+    await arbiter.close()  # the place is free
     with pytest.raises(NotPermitted):
         await patiently((await site.connect(APP)).lead())
     with pytest.raises(NotPermitted):

@@ -253,7 +253,8 @@ REFUSED: dict[str, tuple[Callable[[Site], Start], str]] = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_a_launch_that_no_gateway_vouches_for_here_and_now_is_refused_and_not_started(site: Site, what: str) -> None:
     make, says = REFUSED[what]
-    assert re.search(says, site.ask(make(site)))
+    said = site.ask(make(site))
+    assert re.search(says, said), said
     assert site.systemd.started == []
 
 

@@ -271,7 +271,8 @@ async def test_a_gateway_is_believed_for_the_owners_that_the_site_says_and_for_n
         await patiently(shell.wait_connected())
         for party, number in ((other, 1), (namesake, 2), (APP, 3)):
             await say(await rig.bus.connect(party), ARBITER, frame(reply(number), party, name=f"x{number}"))
-        await rig.core.until(lambda: rig.core.heard == [reply(3)])
+        await rig.core.until(lambda: reply(3) in rig.core.heard)
+    assert rig.core.heard == [reply(3)]
     assert len(said(logs, "wire.refused")) == 2
 
 
@@ -297,9 +298,8 @@ async def test_an_agent_obeys_no_other_agent_even_where_all_share_one_user(
         await patiently(shell.wait_connected())
         await say(await rig.bus.connect(APP), NODE, frame(plan, APP, name="x"))
         await say(arbiter, NODE, frame(plan, ARBITER, name="y"))
-        await rig.core.until(lambda: len(rig.core.heard) == 1)
-    (refused,) = said(logs, "wire.refused")
-    assert "only the arbiter" in str(refused["reason"])
+        await rig.core.until(lambda: len(rig.core.heard) >= 1)
+    assert ["only the arbiter" in str(refused["reason"]) for refused in said(logs, "wire.refused")] == [True]
 
 
 # --- connecting -----------------------------------------------------------------------------------------------------

@@ -204,6 +204,21 @@ print(json.dumps({name: tried(expression) for name, expression in json.loads(sys
 """
 
 
+#: Asks a launcher for tasks, which changes nothing.
+LIVING = b'{"type":"living","owner":"00000000"}\n'
+
+
+def installed_address(host: Host) -> str:
+    """Lay down what a node with a launcher has; return the file that holds its password for the broker."""
+    root = "/srv/installed"
+    host.write("/srv/address", "amqp://node-n1:password@host/gpu\n", mode="600")
+    words = ("install", "node", "--id", "n1", "--launcher", "--root", root, "--bus-file", "/srv/address")
+    host.run("install", "-d", root)
+    host.run("env", "-C", str(REPOSITORY), sys.executable, "-m", "gpu_arbiter", *words)
+    assert "password" in host.run("cat", f"{root}/etc/gpu-arbiter/node.url")
+    return f"{root}/etc/gpu-arbiter/node.url"
+
+
 async def attempted(bench: Bench, user: str, tries: dict[str, str], *others: TaskOrder) -> dict[str, str]:
     """What came of these tries in a task of the user's, beside the tasks that run."""
     order = bench.task(user, sys.executable, "-c", TRYING, json.dumps(tries), gpu=1)
@@ -223,7 +238,7 @@ async def test_a_task_can_neither_read_end_nor_speak_for_another_users_task_or_i
     agent = bench.host.run("pgrep", "-u", "gpu-node", "-f", "tests.support.node_site").split()[0]
     socket_path = bench.host.run("sh", "-c", f"echo {RUNTIME}/sockets/*").strip()
     bench.host.write("/home/alice/checkpoint", "weights", owner="alice", mode="600")
-    bench.host.write("/srv/node/broker-url", "amqp://node-n1:password@host/gpu", owner="gpu-node", mode="600")
+    address = installed_address(bench.host)
     hello = json.dumps(
         {"type": "hello", "proto": 1, "task": alice.task, "pid": 1, "state": "running", "step": 10**6}
         | dict.fromkeys(("start_step", "total_steps"), 0)
@@ -241,9 +256,9 @@ async def test_a_task_can_neither_read_end_nor_speak_for_another_users_task_or_i
             "record": f"open('{STATE}/workers/{alice.task}/spec.json').read()",
             "sockets": f"os.listdir('{RUNTIME}/sockets')",
             "socket": f"connected({socket_path!r}, {(hello + chr(10)).encode()!r})",
-            "launcher": f"connected('{LAUNCHER}')",
+            "launcher": f"connected('{LAUNCHER}', {LIVING!r})",
             "starts": "os.listdir('/run/gpu-arbiter-launcher/starts')",
-            "password": "open('/srv/node/broker-url').read()",
+            "password": f"open('{address}').read()",
             "node agent": f"os.kill({agent}, 0)",  # it is to tell of this task
             "node agent's variables": f"open('/proc/{agent}/environ').read()",
             "unit": f"open('/run/systemd/transient/{bench.unit(alice)}', 'w')",
@@ -284,14 +299,17 @@ async def test_a_node_agent_cannot_start_what_no_gateway_has_signed_for_it(bench
     assert (await bench.ended(good)).outcome == "finished"
     await bench.plan()
     await bench.node.report(lambda report: not report.tasks)
-    bob = bench.task("bob", "/bin/cat", "/home/alice/checkpoint")
+    # All of them would work, but for the launcher.
+    bench.host.write("/home/alice/checkpoint", "weights", owner="alice", mode="600")
+    fresh = bench.task("alice", "/bin/true")
+    bob = bench.task("bob", "/bin/cat", "/home/alice/checkpoint", cwd="/tmp", checkpoint_dir="/tmp/forged")
     forged = replace(bob.launch, warrant=replace(bob.launch.warrant, user="alice", uid=2001, gids=(2001,)))
-    altered = replace(good.launch, command=("/bin/cat", "/home/alice/checkpoint"))
-    unsigned = replace(good.launch, warrant=None)
+    altered = replace(fresh.launch, command=("/bin/cat", "/home/alice/checkpoint"))
+    unsigned = replace(fresh.launch, warrant=None)
     others = {
+        "altered": (replace(fresh, launch=altered), "does not bear the signature of the gateway login1"),
+        "unsigned": (replace(fresh, launch=unsigned), "the launch is not signed; submit it through a gateway"),
         "forged owner": (replace(bob, launch=forged), "does not bear the signature of the gateway login1"),
-        "altered": (replace(good, launch=altered), "does not bear the signature of the gateway login1"),
-        "unsigned": (replace(good, launch=unsigned), "the launch is not signed; submit it through a gateway"),
         "old": (bench.task("alice", "/bin/true", age_s=4000), "from -60 to 3600 s are allowed"),
         "repeated": (good, "was started on this node before"),
     }

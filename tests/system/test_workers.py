@@ -547,6 +547,8 @@ async def test_a_restarted_node_agent_refuses_the_plans_of_an_older_epoch(tmp_pa
     async with node_process(tmp_path) as agent:
         order = task_order(tmp_path, A, "finish")
         await agent.plan(plan_of([order], epoch=3, seq=9))
+        report = await agent.report(lambda r: r.plans_refused > 0 or r.epoch == 3)
+        assert (report.epoch, report.plan_seq, report.plans_refused) == (4, 2, 1)
         await agent.plan(plan_of([], epoch=4, seq=3))
         report = await agent.report(lambda r: r.plan_seq == 3)
         assert not report.tasks
