@@ -466,6 +466,50 @@ def in_use(samples: tuple[GpuSample, ...], gpus: Gpus, mark: int, now: float) ->
     return {status.gpu: (status.healthy, status.empty, status.detail) for status in gpus.statuses({})}
 
 
+@pytest.mark.parametrize(
+    ("change", "function"),
+    [
+        ({"mig": 1}, "nvmlDeviceGetMigMode"),
+        ({"mode": 3}, "nvmlDeviceGetComputeMode"),
+        ({"recovery": 1}, "nvmlDeviceGetFieldValues"),
+        ({"recovery": -999}, ""),
+    ],
+)
+def test_a_gpu_whose_settings_cannot_be_read_is_not_given_out(
+    hands: Hands, change: dict[str, int], function: str
+) -> None:
+    """It was told healthy and empty: an error was taken for a driver without such a setting."""
+    hands.driver.change(1, **change)
+    if function:
+        hands.driver.fault("error", function, 1, 999)
+    backend, gpus = hands.backend(), Gpus(NodeFacts(NodeId("n1"), "rack-0", "boot", 1, idle_bytes_max=2**30))
+    for now in (0.0, TOLERATED_S):
+        told = in_use(measure(backend, no_owner), gpus, 0, now)
+        assert told[hands.gpu(0)] == (True, True, "")
+        healthy, empty, sentence = told[hands.gpu(1)]
+        assert (healthy, empty) == (now < TOLERATED_S, False)
+        assert f"({function or 'nvmlDeviceGetFieldValues'}): Unknown Error; look into the kernel's log" in sentence
+    hands.driver.heal()
+    hands.driver.change(1, recovery=max(0, hands.driver.cards[1].recovery))
+    healthy, _, sentence = in_use(measure(backend, no_owner), gpus, 1, 9.0)[hands.gpu(1)]
+    assert healthy == (not sentence) == (not function)
+    backend.close()
+
+
+@pytest.mark.parametrize("code", [3, 13, 26], ids=["not supported", "function not found", "deprecated"])
+def test_a_gpu_without_such_settings_stays_in_use(hands: Hands, code: int) -> None:
+    for function in ("nvmlDeviceGetMigMode", "nvmlDeviceGetComputeMode", "nvmlDeviceGetFieldValues"):
+        hands.driver.fault("error", function, 1, code)
+    hands.driver.change(0, recovery=-2)  # an older driver calls the field an invalid argument
+    backend = hands.backend()
+    assert [(sample.healthy, sample.unmeasured) for sample in measure(backend, no_owner)] == [(True, "")] * 2
+    hands.driver.heal()
+    hands.driver.fault("error", "nvmlDeviceGetComputeMode", 1, code)
+    hands.driver.change(1, mig=1)
+    assert "MIG divides it" in backend.health(hands.gpu(1)).detail
+    backend.close()
+
+
 FEW = [(function, code, 1) for function in OF_A_GPU for code in (3, 15, 16, 999)]
 ALL = [(function, code, gpu) for function in OF_A_GPU for code in CODES for gpu in range(3)]
 

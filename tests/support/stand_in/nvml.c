@@ -359,7 +359,7 @@ int nvmlEventSetWait_v2(EventSet *set, Event *event, unsigned ms) {
 int nvmlDeviceGetFieldValues(Handle *handle, int count, Field *values) {
   BEGIN(handle);
   for (int i = 0; i < count; i++) {
-    values[i].code = values[i].id == 230 && gpu.recovery >= 0 ? 0 : 3;
+    values[i].code = values[i].id != 230 ? 3 : gpu.recovery >= 0 ? 0 : gpu.recovery == -1 ? 3 : (int)-gpu.recovery;
     values[i].value.u = (unsigned)gpu.recovery;
   }
   return 0;
