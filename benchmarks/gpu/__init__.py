@@ -3,7 +3,7 @@
 ``python -m benchmarks.gpu [--part 1] [--only park,driver] [--gb 4] [--out DIR]``
 ``python -m benchmarks.gpu --rehearse [played] ...``
 
-Nine sections in four parts of at most eight minutes. Figures and checks go into ``DIR/gpu.json`` as they are found,
+Ten sections in five parts of at most eight minutes. Figures and checks go into ``DIR/gpu.json`` as they are found,
 each section with its date, GPU, driver and command; from them each goal is judged (`benchmarks.gpu.goals`). A section
 that has ended is not run again (`--again` does), so a run that was cut short goes on with the same line. Each section
 runs in a process of its own and has a limit: one that crashes or takes too long is ended, and keeps what it had found.

@@ -394,14 +394,6 @@ class NvmlBackend:
         DeviceError
             If it does not answer, unless it is lost by now.
         """
-        action = self._recovery(gpu)
-        if action:
-            gpu.demand = gpu.demand or f"it {demand(action)}"
-        elif action == 0:
-            gpu.demand = ""
-        setting = self._setting(gpu)
-        if setting is not None:
-            gpu.setting = setting
         try:
             self._ask(gpu, "memory", self._memory)
             self._ask(gpu, "processes", self._processes)
@@ -409,22 +401,19 @@ class NvmlBackend:
             if gpu.gone_since_s is None or self._clock() - gpu.gone_since_s < LOST_S:
                 raise
             gpu.lost = "it fell off the bus (NVML_ERROR_GPU_IS_LOST)"
+            return
+        action = self._recovery(gpu)
+        if action:
+            gpu.demand = gpu.demand or f"it {demand(action)}"
+        elif action == 0:
+            gpu.demand = ""
+        gpu.setting = self._setting(gpu)
 
-    def _setting(self, gpu: _Gpu) -> str | None:
-        """Return why its settings forbid to share it, empty if they do not, None if they cannot be read now."""
-        nvml = self._nvml
-        try:
-            mode = int(nvml.nvmlDeviceGetComputeMode(gpu.handle))
-        except self._errors:
-            return None
-        try:
-            divided = bool(nvml.nvmlDeviceGetMigMode(gpu.handle)[0])
-        except nvml.NVMLError_NotSupported:
-            divided = False
-        except self._errors:
-            return None
-        name = gpu.device.gpu
-        if divided:
+    def _setting(self, gpu: _Gpu) -> str:
+        """Return why its settings forbid to share it, empty if they do not."""
+        nvml, name = self._nvml, gpu.device.gpu
+        mode = self._told("compute mode (nvmlDeviceGetComputeMode)", lambda: nvml.nvmlDeviceGetComputeMode(gpu.handle))
+        if self._told("MIG mode (nvmlDeviceGetMigMode)", lambda: nvml.nvmlDeviceGetMigMode(gpu.handle)[0]):
             mend = f"run nvidia-smi -i {name} -mig 0, or leave it out of gpus"
             return f"MIG divides it, and jobs are given whole GPUs: {mend}"
         if mode in MODES:
@@ -432,6 +421,16 @@ class NvmlBackend:
                 f"its compute mode {MODES[mode]} does not admit several processes: run nvidia-smi -i {name} -c DEFAULT"
             )
         return ""
+
+    def _told(self, what: str, question: Callable[[], int], *absent: type[Exception]) -> int | None:
+        """Return what NVML tells, None where this GPU or driver has no such thing; raise DeviceError if it errs."""
+        nvml = self._nvml
+        try:
+            return int(question())
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_Deprecated, *absent):
+            return None
+        except self._errors as error:
+            raise DeviceError(f"NVML does not tell its {what}: {error}; look into the kernel's log for NVRM") from error
 
     def _persistent(self, gpu: _Gpu) -> bool | None:
         try:
@@ -544,7 +543,9 @@ class NvmlBackend:
         if gpu is None or gpu.lost:
             return
         kind, data = int(event.eventType), int(event.eventData)
-        action = self._recovery(gpu)
+        action = None
+        with suppress(DeviceError):  # then the catalogue speaks; a measurement tells the error
+            action = self._recovery(gpu)
         if kind == EVENT_XID:
             verdict = judge(data, action)
         elif action:
@@ -568,11 +569,16 @@ class NvmlBackend:
 
     def _recovery(self, gpu: _Gpu) -> int | None:
         """Return the driver's recovery action, 0 for none needed, None if this driver gives none."""
-        try:
-            value = self._nvml.nvmlDeviceGetFieldValues(gpu.handle, [FIELD_RECOVERY])[0]
-        except self._errors:
-            return None
-        return int(value.value.uiVal) if value.nvmlReturn == 0 else None
+        nvml = self._nvml
+
+        def action() -> int:
+            field = nvml.nvmlDeviceGetFieldValues(gpu.handle, [FIELD_RECOVERY])[0]
+            if field.nvmlReturn != 0:
+                raise nvml.NVMLError(field.nvmlReturn)
+            return int(field.value.uiVal)
+
+        # An older driver calls a field that it does not know an invalid argument.
+        return self._told("recovery action (nvmlDeviceGetFieldValues)", action, nvml.NVMLError_InvalidArgument)
 
     # --- outside it ---------------------------------------------------------------------------------------------------
 

@@ -31,12 +31,33 @@ MIB = 2**20
 SOURCE = (Path(stand_in.__file__).parent / "nvml.c").read_text()
 OF_A_GPU = re.findall(r"^int (nvml\w+)\(Handle \*", SOURCE, re.MULTILINE)
 OF_ALL = sorted(set(re.findall(r"^int (nvml\w+)\(", SOURCE, re.MULTILINE)) - set(OF_A_GPU))
-#: Without an answer to these, nothing is proven about a GPU.
-NEEDED = {
-    "nvmlDeviceGetMemoryInfo_v2",
-    "nvmlDeviceGetComputeRunningProcesses_v3",
-    "nvmlDeviceGetMPSComputeRunningProcesses_v3",
-    "nvmlDeviceGetGraphicsRunningProcesses_v3",
+#: Those that are called as the library is opened, and not again.
+AT_START = {
+    "nvmlDeviceGetName",
+    "nvmlDeviceGetPciInfo_v3",
+    "nvmlDeviceGetMemoryInfo",
+    "nvmlDeviceGetNvLinkState",
+    "nvmlDeviceGetP2PStatus",
+    "nvmlDeviceGetTopologyCommonAncestor",
+    "nvmlDeviceGetSupportedEventTypes",
+    "nvmlDeviceRegisterEvents",
+    "nvmlGpmQueryDeviceSupport",
+}
+#: Without an answer to these, nothing is proven about a GPU; each with the codes that may be an answer.
+NEEDED = dict.fromkeys(
+    (
+        "nvmlDeviceGetMemoryInfo_v2",
+        "nvmlDeviceGetComputeRunningProcesses_v3",
+        "nvmlDeviceGetMPSComputeRunningProcesses_v3",
+        "nvmlDeviceGetGraphicsRunningProcesses_v3",
+    ),
+    frozenset({3, 6, 13}),
+)
+#: Without an answer to these, a GPU is not given out.
+SETTINGS = {
+    "nvmlDeviceGetMigMode": {3, 13, 26},
+    "nvmlDeviceGetComputeMode": {3, 13, 26},
+    "nvmlDeviceGetFieldValues": {2, 3, 13, 26},
 }
 CODES = sorted(
     value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_") and isinstance(value, int)
@@ -72,6 +93,15 @@ def hands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hands:
 
 def no_owner(pid: int) -> TaskId | None:
     """Every process is a stranger."""
+
+
+def ask_all(backend: DeviceBackend) -> tuple[GpuSample, ...]:
+    """Measure after all other questions that a node agent and `doctor` have about a GPU."""
+    for device in backend.devices():
+        backend.cpus([device.gpu])
+        backend.persistent(device.gpu)
+        backend.activity(device.gpu)
+    return measure(backend, no_owner)
 
 
 def answers(*gpus: str) -> str:
@@ -466,8 +496,53 @@ def in_use(samples: tuple[GpuSample, ...], gpus: Gpus, mark: int, now: float) ->
     return {status.gpu: (status.healthy, status.empty, status.detail) for status in gpus.statuses({})}
 
 
-FEW = [(function, code, 1) for function in OF_A_GPU for code in (3, 15, 16, 999)]
-ALL = [(function, code, gpu) for function in OF_A_GPU for code in CODES for gpu in range(3)]
+@pytest.mark.parametrize(
+    ("change", "function"),
+    [
+        ({"mig": 1}, "nvmlDeviceGetMigMode"),
+        ({"mode": 3}, "nvmlDeviceGetComputeMode"),
+        ({"recovery": 1}, "nvmlDeviceGetFieldValues"),
+        ({"recovery": -999}, ""),
+    ],
+)
+def test_a_gpu_whose_settings_cannot_be_read_is_not_given_out(
+    hands: Hands, change: dict[str, int], function: str
+) -> None:
+    """It was told healthy and empty: an error was taken for a driver without such a setting."""
+    hands.driver.change(1, **change)
+    if function:
+        hands.driver.fault("error", function, 1, 999)
+    backend, gpus = hands.backend(), Gpus(NodeFacts(NodeId("n1"), "rack-0", "boot", 1, idle_bytes_max=2**30))
+    for now in (0.0, TOLERATED_S):
+        told = in_use(measure(backend, no_owner), gpus, 0, now)
+        assert told[hands.gpu(0)] == (True, True, "")
+        healthy, empty, sentence = told[hands.gpu(1)]
+        assert (healthy, empty) == (now < TOLERATED_S, False)
+        assert f"({function or 'nvmlDeviceGetFieldValues'}): Unknown Error; look into the kernel's log" in sentence
+    hands.driver.heal()
+    hands.driver.change(1, recovery=max(0, hands.driver.cards[1].recovery))
+    healthy, _, sentence = in_use(measure(backend, no_owner), gpus, 1, 9.0)[hands.gpu(1)]
+    assert healthy == (not sentence) == (not function)
+    backend.close()
+
+
+@pytest.mark.parametrize("code", [3, 13, 26], ids=["not supported", "function not found", "deprecated"])
+def test_a_gpu_without_such_settings_stays_in_use(hands: Hands, code: int) -> None:
+    for function in ("nvmlDeviceGetMigMode", "nvmlDeviceGetComputeMode", "nvmlDeviceGetFieldValues"):
+        hands.driver.fault("error", function, 1, code)
+    hands.driver.change(0, recovery=-2)  # an older driver calls the field an invalid argument
+    backend = hands.backend()
+    assert [(sample.healthy, sample.unmeasured) for sample in measure(backend, no_owner)] == [(True, "")] * 2
+    hands.driver.heal()
+    hands.driver.fault("error", "nvmlDeviceGetComputeMode", 1, code)
+    hands.driver.change(1, mig=1)
+    assert "MIG divides it" in backend.health(hands.gpu(1)).detail
+    backend.close()
+
+
+LATER = [function for function in OF_A_GPU if function not in AT_START]
+FEW = [(function, code, 1) for function in LATER for code in (3, 15, 16, 999)]
+ALL = [(function, code, gpu) for function in LATER for code in CODES for gpu in range(3)]
 
 
 @pytest.mark.timeout(1200)
@@ -477,17 +552,19 @@ def test_an_error_about_one_gpu_says_nothing_about_another(hands: Hands, cases: 
 
     An error that is over before `TOLERATED_S` leaves k healthy; after that k is healthy again once it is over.
     """
-    hands.deal(3)
+    hands.deal(3, gpm=1)
     facts = NodeFacts(NodeId("n1"), "rack-0", "boot", 1, idle_bytes_max=2**30)
     for function, code, index in cases:
         case = f"{function} {code} {index}"
         backend, gpus = hands.backend(look=answers(*map(hands.gpu, range(3)))), Gpus(facts)
         well = in_use(measure(backend, no_owner), gpus, 0, hands.now_s)
         assert set(well.values()) == {(True, True, "")}, case
+        erred = hands.library.times_erred()
         hands.driver.fault("error", function, index, code)
+        hands.driver.xid(index, 43)  # the driver is asked for the UUID of its GPU
         for second in range(1, 13):
             hands.now_s += 1.0
-            told = in_use(measure(backend, no_owner), gpus, second, hands.now_s)
+            told = in_use(ask_all(backend), gpus, second, hands.now_s)
             others = {gpu: status for gpu, status in told.items() if gpu != hands.gpu(index)}
             assert set(others.values()) == {(True, True, "")}, case
             healthy, empty, sentence = told[hands.gpu(index)]
@@ -495,9 +572,11 @@ def test_an_error_about_one_gpu_says_nothing_about_another(hands: Hands, cases: 
             if lasted_s < LOST_S:
                 assert healthy, case
             assert empty == (not sentence), case
-            if function in NEEDED and code not in (3, 6, 13):
+            if code not in (NEEDED | SETTINGS).get(function, CODES):
                 assert not empty, case
-                assert healthy == (lasted_s < (LOST_S if code == 15 else TOLERATED_S)), case
+                lost = function in NEEDED and code == 15
+                assert healthy == (lasted_s < (LOST_S if lost else TOLERATED_S)), case
+        assert hands.library.times_erred() > erred, case
         hands.driver.heal()
         deadline = time.monotonic() + PATIENCE_S
         while in_use(measure(backend, no_owner), gpus, 99, hands.now_s)[hands.gpu(index)] != (True, True, ""):
@@ -507,12 +586,14 @@ def test_an_error_about_one_gpu_says_nothing_about_another(hands: Hands, cases: 
 
 @pytest.mark.parametrize("function", OF_A_GPU)
 def test_an_error_about_one_gpu_at_the_start_leaves_the_others_in_use(hands: Hands, function: str) -> None:
-    hands.deal(3)
+    hands.deal(3, gpm=1, nvlinks=int(function == "nvmlDeviceGetP2PStatus"))
     facts = NodeFacts(NodeId("n1"), "rack-0", "boot", 1, idle_bytes_max=2**30)
     for code in (3, 15, 18, 999):
+        erred = hands.library.times_erred()
         hands.driver.fault("error", function, 1, code)
         backend, gpus = hands.backend(look=answers(hands.gpu(0), hands.gpu(2))), Gpus(facts)
-        told = in_use(measure(backend, no_owner), gpus, 0, hands.now_s)
+        told = in_use(ask_all(backend), gpus, 0, hands.now_s)
+        assert hands.library.times_erred() > erred, code
         assert len(told) == 3, code
         others = {gpu: status for gpu, status in told.items() if gpu in (hands.gpu(0), hands.gpu(2))}
         assert others == dict.fromkeys((hands.gpu(0), hands.gpu(2)), (True, True, "")), (code, told)

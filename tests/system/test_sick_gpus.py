@@ -9,10 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from node_agent import health_files, procfs
-from protocol.messages import NodeReport
-from tests.support.node_site import find_gpu, find_task, gpu, node_site, task_order
+from node_agent.devices import watched
+from protocol.messages import GpuId, GpuStatus, NodeReport
+from tests.support.node_site import Site, find_gpu, find_task, gpu, node_site, task_order
+from tests.support.stand_in import StandIn, cards
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -75,3 +78,42 @@ async def test_a_stranger_is_ended_before_a_task_gets_its_gpu(tmp_path: Path) ->
     finally:
         if procfs.is_running(pid, begun.start_ticks):
             os.kill(pid, signal.SIGKILL)
+
+
+async def test_a_running_node_agent_outlives_an_error_of_nvml_about_a_gpu_and_its_loss_and_the_task_on_another_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watched, "LOOK_EVERY_S", 0.5)
+    driver = StandIn(tmp_path / "driver", *cards(2))
+    driver.load(monkeypatch)
+    ana, bob = (
+        replace(task_order(tmp_path, task, "work"), gpus=(GpuId(card.uuid),))
+        for task, card in zip(("ana-1.0-a0", "bob-1.0-a0"), driver.cards, strict=True)
+    )
+
+    def of(report: NodeReport, index: int) -> GpuStatus:
+        return next(status for status in report.gpus if status.gpu == driver.cards[index].uuid)
+
+    async def second_gpu_becomes(site: Site, healthy: bool, told: str) -> None:
+        """The task on the first goes on meanwhile, and for some steps after that."""
+        report = await site.report(lambda report: of(report, 1).healthy == healthy)
+        assert told in of(report, 1).detail
+        assert of(report, 0).healthy
+        before = find_task(report, ana.task)
+        assert before is not None
+        assert before.phase == "running"
+        await site.status(ana.task, lambda now: now.phase == "running" and now.step > before.step + 3)
+
+    async with node_site(tmp_path, gpus="nvml") as site:
+        await site.plan(ana, bob)
+        for order in (ana, bob):
+            await site.phase(order.task, "running")
+        driver.fault("error", "nvmlDeviceGetMigMode", 1, 999)
+        await second_gpu_becomes(site, False, "MIG mode (nvmlDeviceGetMigMode): Unknown Error")
+        driver.heal()
+        await second_gpu_becomes(site, True, "")
+        driver.change(1, lost=1)
+        await second_gpu_becomes(site, False, "it fell off the bus")
+        assert (await site.exited(bob.task)).outcome == "preempted"
+        driver.change(1, lost=0)
+        await second_gpu_becomes(site, True, "")

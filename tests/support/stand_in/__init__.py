@@ -28,7 +28,10 @@ Listed = tuple[int, int | None, ProcessKind]
 
 @dataclass
 class Card:
-    """One GPU as the driver describes it; memory in MiB, `recovery` -1 and `mig` -1 where the driver has no answer."""
+    """One GPU as the driver describes it; memory in MiB, `recovery` -1 and `mig` -1 where the driver has no answer.
+
+    Another negative `recovery` is the error (such as -999) that the driver gives instead of this field.
+    """
 
     uuid: str
     bus: str

@@ -23,7 +23,7 @@ typedef struct { unsigned id, scope; long long at, late; int type, code; union {
 
 static Handle handles[GPUS];
 static int gone[GPUS]; /* seen lost by this process, until it opens the library afresh */
-static int opened = 0, live = 0, samples = 0;
+static int opened = 0, live = 0, samples = 0, erred = 0;
 
 static int gpus(Gpu *found, int most) {
   char line[2048];
@@ -66,6 +66,7 @@ static int begin(const char *function, Handle *handle, Gpu *gpu) {
   if (handle->index >= gpus(all, GPUS)) return 28;
   *gpu = all[handle->index];
   int code = obey(function, handle->index);
+  erred += code != 0;
   if (gpu->lost) gone[handle->index] = 1;
   return gone[handle->index] ? LOST : code;
 }
@@ -269,6 +270,8 @@ int nvmlGpmQueryDeviceSupport(Handle *handle, unsigned *support) {
 int nvmlGpmSampleAlloc(Sample **sample) { *sample = calloc(1, sizeof **sample); samples++; return obey(__func__, ALL); }
 int nvmlGpmSampleFree(Sample *sample) { free(sample); samples--; return 0; }
 int times_opened(void) { return opened; }
+/* How many calls about a GPU were given an error that the scenario has for them. */
+int times_erred(void) { return erred; }
 int samples_held(void) { return samples; }
 int nvmlGpmSampleGet(Handle *handle, Sample *sample) {
   BEGIN(handle);
@@ -359,7 +362,7 @@ int nvmlEventSetWait_v2(EventSet *set, Event *event, unsigned ms) {
 int nvmlDeviceGetFieldValues(Handle *handle, int count, Field *values) {
   BEGIN(handle);
   for (int i = 0; i < count; i++) {
-    values[i].code = values[i].id == 230 && gpu.recovery >= 0 ? 0 : 3;
+    values[i].code = values[i].id != 230 ? 3 : gpu.recovery >= 0 ? 0 : gpu.recovery == -1 ? 3 : (int)-gpu.recovery;
     values[i].value.u = (unsigned)gpu.recovery;
   }
   return 0;
