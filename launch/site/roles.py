@@ -66,6 +66,7 @@ ARBITER, NODE, LAUNCHER = ("gpu-arbiter.service", "gpu-arbiter-node-agent.servic
 GATEWAY, APP = ("gpu-arbiter-gateway.service", "gpu-arbiter-app-agent@.service")
 LAUNCHER_SOCKET = "/run/gpu-arbiter-launcher/launcher.sock"
 GATEWAY_SOCKET = "/run/gpu-arbiter-gateway/control.sock"
+GATEWAY_KEY = "/var/lib/gpu-arbiter-gateway/gateway.key.pub"  #: that nodes' launchers need
 PROFILE_TEXT = f"export GPU_ARBITER_URL=unix://{GATEWAY_SOCKET}\n"
 #: Read after the gateway's, where a host has both.
 OWNERS_PROFILE = "/etc/profile.d/gpu-arbiter.user.sh"
@@ -268,7 +269,8 @@ def _site_role(daemons: Sequence[Daemon], wish: Wish, host: Host) -> Iterator[St
         for unit in driver:
             yield Started(unit)
         for each in daemons:
-            yield Started(each.unit, (*each.files, *(file.path for file in wish.given.files)))
+            made = GATEWAY_KEY if each.unit == GATEWAY else ""
+            yield Started(each.unit, (*each.files, *(file.path for file in wish.given.files)), makes=made)
 
 
 def _files_of(given: HostFiles, account: str) -> Iterator[Step]:
@@ -353,7 +355,7 @@ def left_to_do(wish: Wish, host: Host) -> list[str]:
     if (wish.launcher or (wish.role == "login" and not wish.owner)) and find_spec("cryptography") is None:
         left.append("/opt/gpu-arbiter/bin/pip install 'gpu-arbiter[users]'   # signatures need it")
     if wish.launcher:
-        left.append(f"copy gateway.key.pub of each login host to {ETC}/gateways/NAME.pub   # docs/operations.md")
+        left.append(f"copy {GATEWAY_KEY} of each login host to {ETC}/gateways/NAME.pub   # docs/operations.md")
     if wish.role == "login" and not wish.owner:
         left.append("name this gateway in arbiter.toml, [[gateways]]   # docs/operations.md, Tasks as their users")
     if wish.owner:

@@ -12,6 +12,7 @@ import pwd
 import re
 import shutil
 import subprocess
+import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -28,6 +29,8 @@ UNITS = "/etc/systemd/system"
 PACKAGED_UNITS = ("/usr/lib/systemd/system", "/lib/systemd/system")
 #: No program that is run here takes so long but one that waits for a daemon to be ready.
 PROGRAM_S = 120.0
+#: For what a daemon makes at its first start.
+MADE_S = 30.0
 #: What a unit says of the environment whose daemon it starts.
 _PROGRAM = re.compile(r"(?<=^ExecStart=)/\S*(?=/gpu-arbiter )", re.MULTILINE)
 
@@ -458,6 +461,7 @@ class Started(Struct, frozen=True):
     unit: str
     files: tuple[str, ...] = ()
     wait: bool = False  #: until it is up; a daemon of ours may wait for its broker
+    makes: str = ""  #: a file that it makes at its first start, for which is waited: it is to be copied elsewhere
 
     @property
     def what(self) -> str:
@@ -481,6 +485,9 @@ class Started(Struct, frozen=True):
     def do(self, host: Host) -> None:
         """Start it, or start it anew."""
         host.do("systemctl", "restart", *([] if self.wait else ["--no-block"]), self.unit)
+        by = time.monotonic() + MADE_S
+        while self.makes and not host.at(self.makes).exists() and host.runs(self.unit) and time.monotonic() < by:
+            time.sleep(0.1)
 
 
 # --- what there must not be -------------------------------------------------------------------------------------------
