@@ -13,7 +13,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from node_agent.core.events import NodeFacts
-from node_agent.core.model import Exited, Running, Stopping, Suspended, Task, Vacating, Waiting
+from node_agent.core.model import Exited, Loading, Running, Starting, Stopping, Suspended, Task, Vacating, Waiting
 from node_agent.core.packing import Candidate, Packs, Pairing
 from node_agent.core.proof import Gpus
 from node_agent.core.slicing import Contender, Slices
@@ -161,6 +161,7 @@ class Sharing:
             leaving=any(task.want == "vacate" for task in unit),
             fresh=all(isinstance(task.state, Waiting) for task in unit),
             active=any(task.occupies for task in unit),
+            starting=any(isinstance(task.state, Starting | Loading) for task in unit),
             cost_s=max(task.facts.suspend_s + task.facts.resume_s for task in unit),
         )
 

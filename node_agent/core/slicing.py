@@ -5,8 +5,9 @@ moment, so that a gang finds all its GPUs free at once instead of waiting for ev
 goes to the task of the highest priority, then to the one that has waited longest. GPUs that it leaves over go to the
 next task that fits. A newcomer that has never run cuts a turn short, for early feedback (Gandiva, section 3.1).
 
-A turn begins when all its tasks are on their GPUs. It lasts `quantum_s`, or longer where suspending and resuming would
-take more than `overhead_max` of it. A task that cannot be suspended keeps its GPUs.
+A turn begins when all its tasks are on their GPUs and past their start, which is no part of it. It lasts `quantum_s`,
+or longer where suspending and resuming would take more than `overhead_max` of it. A task that cannot be suspended keeps
+its GPUs.
 
 *Source:* PAPERS.md section 2; the common boundaries are Ousterhout's matrix with one row at a time.
 """
@@ -21,7 +22,8 @@ from protocol.messages import GpuId, TaskId
 
 #: The cost of suspending and resuming makes no turn longer than this.
 QUANTUM_S_MAX = 300.0
-#: A task that does not get onto its GPUs, because another does not leave them, loses its turn after so much longer.
+#: A task that does not get to work on its GPUs, because another does not leave them, or it starts for so long, loses
+#: its turn after so much longer.
 PATIENCE_S = 120.0
 #: A newcomer waits for this part of a turn.
 NEWCOMER_SHARE = 0.25
@@ -31,7 +33,8 @@ class Contender(Struct, frozen=True):
     """Tasks that want the same turn: one, or two that run together. `devices` are theirs on this node.
 
     `fixed` ones cannot be suspended; `leaving` ones need one short turn more, to save; `fresh` ones have never run;
-    `active` ones have a process that is not parked. `cost_s` is the time that suspending and resuming them took last.
+    `active` ones have a process that is not parked; `starting` ones have one that trains nothing yet. `cost_s` is the
+    time that suspending and resuming them took last.
     """
 
     tasks: tuple[TaskId, ...]
@@ -41,7 +44,13 @@ class Contender(Struct, frozen=True):
     leaving: bool = False
     fresh: bool = False
     active: bool = False
+    starting: bool = False
     cost_s: float = 0.0
+
+    @property
+    def at_work(self) -> bool:
+        """Whether its turn runs, if it has it."""
+        return self.active and not self.starting
 
 
 class Account(Struct):
@@ -114,16 +123,16 @@ class Slices:
             began = now
             self._began.update(dict.fromkeys(devices, now))
         self._awaited -= {task for contender in group for task in contender.tasks}
-        self._awaited |= {task for contender in chosen if not contender.active for task in contender.tasks}
+        self._awaited |= {task for contender in chosen if not contender.at_work for task in contender.tasks}
         left_out = [contender for contender in group if contender not in chosen]
         if left_out:
             self._ends.append(began + self._lasts_s(group, left_out, quantum_s) + _patience_s(chosen))
         return chosen
 
     def _start_of_turn(self, now: float, current: Sequence[Contender], devices: Iterable[GpuId]) -> float:
-        """Return when the present turn began: now, if the last of its tasks has just got onto its GPUs."""
+        """Return when the present turn began: now, if the last of its tasks has just got to work on its GPUs."""
         awaited = any(task in self._awaited for contender in current for task in contender.tasks)
-        if awaited and all(contender.active for contender in current):
+        if awaited and all(contender.at_work for contender in current):
             self._began.update(dict.fromkeys(devices, now))
         return max(self._began.setdefault(device, now) for device in devices)
 
@@ -163,7 +172,7 @@ def _fill(kept: Sequence[Contender], waiting: Iterable[Contender]) -> list[Conte
 
 
 def _patience_s(contenders: Sequence[Contender]) -> float:
-    return 0.0 if all(contender.active for contender in contenders) else PATIENCE_S
+    return 0.0 if all(contender.at_work for contender in contenders) else PATIENCE_S
 
 
 def _clash(current: Sequence[Contender]) -> bool:

@@ -120,6 +120,24 @@ def test_a_turn_begins_when_who_has_it_is_on_its_gpus_and_is_lost_if_it_never_co
     assert slices.update(371.0, there, 60.0) == {"b"}
 
 
+def test_a_start_is_no_part_of_a_turn_and_loses_it_if_it_takes_too_long() -> None:
+    """World 1795826283: what started for longer than a turn was parked before its first mini-batch, time and again."""
+    slices = Slices()
+    running, coming = contender("a", 0, active=True), contender("b", 0)
+    assert slices.update(0.0, [running, coming], 5.0) == {"a"}
+    assert slices.update(5.0, [running, coming], 5.0) == {"b"}
+    starts = [contender("a", 0), replace(coming, active=True, starting=True)]
+    assert slices.update(17.0, starts, 5.0) == {"b"}
+    trains = [contender("a", 0), replace(coming, active=True)]
+    assert slices.update(17.5, trains, 5.0) == {"b"}
+    assert slices.update(22.4, trains, 5.0) == {"b"}
+    assert slices.update(22.6, trains, 5.0) == {"a"}
+    slices = Slices()
+    assert slices.update(0.0, starts, 5.0) == {"b"}
+    assert slices.update(124.0, starts, 5.0) == {"b"}
+    assert slices.update(126.0, starts, 5.0) == {"a"}, "it starts for too long"
+
+
 def test_who_cannot_be_suspended_keeps_its_gpu() -> None:
     clock = Clock(contender("fixed", 0, fixed=True, active=True), contender("b", 0, priority=9))
     assert clock.wait(600.0) == {"fixed"}
