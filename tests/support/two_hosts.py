@@ -14,7 +14,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.support import telling_steps
+import pytest
+
+from tests.support import deb, rabbitmq, telling_steps
 from tests.support.cluster import until
 from tests.support.launcher_host import Host, join, launcher_host
 from tests.support.stand_in import StandIn, cards
@@ -25,6 +27,14 @@ Environment=NUMBA_DISABLE_JIT=1
 StandardError=append:/var/log/{unit}
 """
 DRIVER = "/opt/driver"
+#: Of all tests on two hosts.
+MARKS = [
+    pytest.mark.full,
+    pytest.mark.slow,
+    pytest.mark.timeout(1200),
+    pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed"),
+    pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
+]
 WORK = "/srv/work"
 
 

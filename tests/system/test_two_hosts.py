@@ -13,18 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.support import deb, pages, rabbitmq
+from tests.support import deb, pages
 from tests.support.cluster import until
 from tests.support.launcher_host import why_not
-from tests.support.two_hosts import WORK, Hosts, two_hosts
+from tests.support.two_hosts import MARKS, WORK, Hosts, two_hosts
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed"),
-    pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
-]
+pytestmark = MARKS
 HUB, NODE, USER = pages.below(pages.DOCS / "operations.md", "### Two hosts from nothing")
 #: The version after the one of this tree, as far as the minor version is concerned.
 NEXT = "0.2.0"

@@ -10,18 +10,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import deb, pages, rabbitmq
+from tests.support import deb, pages
 from tests.support.cluster import until
 from tests.support.launcher_host import UIDS, why_not
-from tests.support.two_hosts import WORK, Hosts, two_hosts
+from tests.support.two_hosts import MARKS, WORK, Hosts, two_hosts
 
-pytestmark = [
-    pytest.mark.full,
-    pytest.mark.slow,
-    pytest.mark.timeout(1200),
-    pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed"),
-    pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
-]
+pytestmark = MARKS
 HUB, NODE = pages.below(pages.DOCS / "operations.md", "#### With tasks as their users")
 DAEMONS = {
     "hub": ("gpu-arbiter", "gpu-arbiter-gateway"),
