@@ -20,6 +20,9 @@ mount -t tmpfs tmpfs "$R/sys/fs/cgroup"; mkdir -p "$R/sys/fs/cgroup/systemd" "$R
 mount -t cgroup2 cgroup2 "$R/sys/fs/cgroup/unified" || true
 mount -t cgroup -o none,name=systemd,xattr cgroup "$R/sys/fs/cgroup/systemd" \
   || mount -t cgroup -o none,name=systemd cgroup "$R/sys/fs/cgroup/systemd"
+# Where cgroup v1 counts the memory of this host, systemd bounds that of a unit there, and else in the hierarchy of v2.
+mkdir "$R/sys/fs/cgroup/memory"
+mount -t cgroup -o memory cgroup "$R/sys/fs/cgroup/memory" || rmdir "$R/sys/fs/cgroup/memory"
 printf '[Unit]\nDescription=nothing but a manager\nDefaultDependencies=no\n' > "$R/etc/systemd/system/empty.target"
 cd "$R"; mkdir -p .old; pivot_root . .old; umount -l /.old
 # As on a real host: without this the credentials that systemd mounts for a unit do not reach it.

@@ -142,9 +142,9 @@ async def bench(host: tuple[Host, Hand]) -> AsyncIterator[Bench]:
 
 
 @asynccontextmanager
-async def running(bench: Bench) -> AsyncIterator[None]:
+async def running(bench: Bench, **fields: object) -> AsyncIterator[None]:
     """A node agent for a while; the tasks outlive it."""
-    async with bench.host.node() as node:
+    async with bench.host.node(**fields) as node:
         bench.node = node
         yield
 
@@ -177,6 +177,28 @@ async def test_tasks_of_two_users_run_as_themselves_train_park_and_write_their_o
     await bench.trains(alice)
     await bench.want(alice, "vacate", preempt_by="checkpoint")
     assert ((await bench.ended(alice)).outcome, bench.log(alice).split()[0]) == ("preempted", "works")
+
+
+@pytest.mark.full
+async def test_a_task_has_the_memory_and_the_cores_of_its_lease_and_takes_none_of_anothers(
+    host: tuple[Host, Hand],
+) -> None:
+    bench = Bench(*host)
+    taking = "import os; print(*os.sched_getaffinity(0), flush=True); bytearray(500 << 20); print('has it')"
+    async with running(bench, gpus="simulated:2", simulated_pin=True, memory_max_bytes=200 << 20):
+        alice = bench.task("alice", "work")
+        bob = bench.task("bob", sys.executable, "-c", taking)
+        await bench.plan(alice, bob)
+        await bench.trains(alice)
+        ended = await bench.ended(bob)
+        cores = sorted(os.sched_getaffinity(0))
+        assert (ended.outcome, bench.log(bob)) == ("failed", f"{cores[1 % len(cores)]}\n")
+        assert "SIGKILL" in ended.reason
+        shown = bench.host.run("systemctl", "show", bench.unit(alice), "-p", "MemoryMax,AllowedCPUs").split()
+        assert sorted(shown) == [f"AllowedCPUs={cores[0]}", f"MemoryMax={200 << 20}"]
+        await bench.trains(alice, (await bench.trains(alice)).step + 3)
+        await bench.plan()
+        await bench.node.report(lambda report: not report.tasks)
 
 
 # --- attacks --------------------------------------------------------------------------------------------------------
