@@ -215,10 +215,12 @@ def as_user(name: str) -> Sequence[str]:
 
 
 def join(hosts: Mapping[str, Host]) -> None:
-    """Lay a cable between two hosts, which get the addresses 10.0.0.1 and 10.0.0.2, and know each other by name."""
-    one, other = hosts.values()
-    enter = ("nsenter", "-t", one.pid, "-n", "ip", "link", "add", "lan", "type", "veth")
-    subprocess.run([*enter, "peer", "name", "lan", "netns", other.pid], check=True)
+    """Lay a cable from the first host to each other one; they get addresses from 10.0.0.1 on, and know each by name."""
+    first, *others = hosts.values()
+    first.run("ip", "link", "add", "lan", "type", "bridge")
+    for number, other in enumerate(others):
+        enter = ("nsenter", "-t", first.pid, "-n", "ip", "link", "add", f"to{number}", "up", "master", "lan")
+        subprocess.run([*enter, "type", "veth", "peer", "name", "lan", "netns", other.pid], check=True)
     addresses = {name: f"10.0.0.{number}" for number, name in enumerate(hosts, 1)}
     known = "".join(f"{address} {name}\n" for name, address in {"localhost": "127.0.0.1", **addresses}.items())
     for name, host in hosts.items():

@@ -15,8 +15,8 @@ import pytest
 
 from tests.support import deb, pages
 from tests.support.cluster import until
+from tests.support.joined_hosts import MARKS, WORK, Hosts, joined_hosts
 from tests.support.launcher_host import why_not
-from tests.support.two_hosts import MARKS, WORK, Hosts, two_hosts
 
 pytestmark = MARKS
 HUB, NODE, USER = pages.below(pages.DOCS / "operations.md", "### Two hosts from nothing")
@@ -30,7 +30,7 @@ DAEMONS = {"hub": ("gpu-arbiter", "gpu-arbiter-app-agent@alice"), "n1": ("gpu-ar
 def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if why_not():
         pytest.skip(why_not())
-    with two_hosts(tmp_path_factory.mktemp("hosts"), deb.earlier(), DAEMONS) as made:
+    with joined_hosts(tmp_path_factory.mktemp("hosts"), deb.earlier(), DAEMONS) as made:
         yield made
 
 
@@ -41,7 +41,7 @@ def site(hosts: Hosts) -> Hosts:
         hosts.type("hub", line, "/srv/fresh")
     for line in NODE.commands():
         hosts.type("n1", line, "/root")
-    hosts.wait_for_node()
+    hosts.wait_for_nodes("n1")
     return hosts
 
 
@@ -128,8 +128,8 @@ def test_the_older_version_refuses_in_one_sentence_what_the_newer_has_written_an
     site.upgrade("hub", deb.earlier())
     refused = f"version {NEXT} of gpu-arbiter has written it, newer than "
     for unit in DAEMONS["hub"]:
-        until(lambda unit=unit: refused in site.hub.run("cat", f"/var/log/{unit}"), f"{unit} refuses", site.logs)
-        assert "Traceback" not in site.hub.run("cat", f"/var/log/{unit}")
+        until(lambda unit=unit: refused in site.log("hub", unit), f"{unit} refuses", site.logs)
+        assert "Traceback" not in site.log("hub", unit)
     training.assert_untouched()
     site.upgrade("hub", newer)
     until(lambda: all(site.processes().values()), "the daemons of the newer version run again", site.logs)

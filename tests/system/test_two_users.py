@@ -1,6 +1,7 @@
-"""Two users of one node, from the package and the shipped units alone: a gateway, a launcher, a node agent.
+"""Two users of one node, and then of two, from the package and the shipped units alone: gateway, launchers, agents.
 
-The lines are typed as they stand in docs/operations.md, "With tasks as their users".
+The tests are one story: each begins where the one before has ended. The lines are typed as they stand in
+docs/operations.md, "With tasks as their users".
 """
 
 from __future__ import annotations
@@ -12,14 +13,15 @@ import pytest
 
 from tests.support import deb, pages
 from tests.support.cluster import until
+from tests.support.joined_hosts import MARKS, WORK, Hosts, joined_hosts
 from tests.support.launcher_host import UIDS, why_not
-from tests.support.two_hosts import MARKS, WORK, Hosts, two_hosts
 
 pytestmark = MARKS
-HUB, NODE = pages.below(pages.DOCS / "operations.md", "#### With tasks as their users")
+HUB, NODE, HUB_AGAIN, SECOND_NODE = pages.below(pages.DOCS / "operations.md", "#### With tasks as their users")
 DAEMONS = {
     "hub": ("gpu-arbiter", "gpu-arbiter-gateway"),
     "n1": ("gpu-arbiter-launcher", "gpu-arbiter-node-agent"),
+    "n2": ("gpu-arbiter-launcher", "gpu-arbiter-node-agent"),
 }
 USERS = ("alice", "bob")
 
@@ -28,12 +30,12 @@ USERS = ("alice", "bob")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
     if why_not():
         pytest.skip(why_not())
-    with two_hosts(tmp_path_factory.mktemp("hosts"), deb.package(), DAEMONS) as hosts:
+    with joined_hosts(tmp_path_factory.mktemp("hosts"), deb.package(), DAEMONS) as hosts:
         for line in HUB.commands():
             hosts.type("hub", line, "/srv/fresh")
         for line in NODE.commands():
             hosts.type("n1", line, "/root")
-        hosts.wait_for_node()
+        hosts.wait_for_nodes("n1")
         yield hosts
 
 
@@ -55,8 +57,7 @@ def trainings(site: Hosts) -> dict[str, str]:
     apps = {}
     for user in USERS:
         folder = f"{WORK}/{user}"
-        for host in (site.hub, site.n1):
-            host.run("install", "-d", "-o", user, "-m", "700", folder)
+        site.hub.run("install", "-d", "-o", user, "-m", "700", folder)
         program = f"/opt/gpu-arbiter/bin/python {WORK}/telling_steps.py {folder}/steps --steps 1000000 --step-ms 50"
         apps[user] = site.logged_in(user, f"cd {folder}", f"gpu-arbiter submit -- {program}").strip()
     wait_for_more(site)
@@ -93,10 +94,50 @@ def test_a_restart_of_a_shipped_unit_leaves_training_untouched(site: Hosts, host
         assert site.n1.run("cat", f"{WORK}/{user}/steps.words") == "", "it was told a signal, or has ended"
 
 
+@pytest.fixture(scope="module")
+def second_node(site: Hosts) -> None:
+    for line in HUB_AGAIN.commands():
+        site.type("hub", line, "/srv/fresh")
+    for line in SECOND_NODE.commands():
+        site.type("n2", line, "/root")
+    site.wait_for_nodes("n1", "n2")
+
+
+@pytest.mark.usefixtures("second_node")
+def test_a_task_moves_to_another_node_with_its_checkpoint_as_the_same_user(
+    site: Hosts, trainings: dict[str, str]
+) -> None:
+    site.type("hub", "sed -i 's/^admins = .*/admins = [\"alice\"]/' /etc/gpu-arbiter/arbiter.toml", "/root")
+    site.type("hub", "systemctl restart gpu-arbiter", "/root")
+    site.wait_for_nodes("n1", "n2")
+    first = {user: len(steps_of(site, user)) for user in USERS}
+    site.as_alice("gpu-arbiter drain n1 --reason 'new memory' --wait --timeout 5m")
+    wait_for_more(site)
+    n2 = site.each["n2"]
+    for user, other in (USERS, USERS[::-1]):
+        made = steps_of(site, user)
+        assert [step for _pid, step in made] == list(range(len(made))), "each once and in order"
+        before, now = dict.fromkeys(pid for pid, _step in made)
+        assert len(made) > first[user]
+        assert n2.run("ps", "-o", "user=", "-p", str(now)).split() == [user]
+        assert site.n1.run("pgrep", "-u", user, check=False) == "", "nothing of it is left there"
+        assert site.hub.run("cat", f"{WORK}/{user}/steps.words") == f"{before} left\n", "it saved, and left"
+        (saved,) = site.hub.run("find", f"{WORK}/{user}/checkpoints", "-name", "made").split()[-1:]
+        assert site.hub.run("stat", "-c", "%U", saved).split() == [user]
+        assert "Permission denied" in n2.run("cat", saved, user=other, check=False)
+        moved = site.logged_in(user, f"gpu-arbiter events {trainings[user]}")
+        assert "moved" in moved
+    site.as_alice("gpu-arbiter undrain n1")
+
+
 def test_what_is_proven_of_the_site_is_told_to_a_user(site: Hosts, trainings: dict[str, str]) -> None:
     for user, app in trainings.items():
         site.logged_in(user, f"gpu-arbiter cancel {app}")
-    until(lambda: not site.n1.run("pgrep", "-u", "alice,bob", check=False).strip(), "the trainings are over", site.logs)
+
+    def are_over() -> bool:
+        return not any(site.each[name].run("pgrep", "-u", "alice,bob", check=False).strip() for name in ("n1", "n2"))
+
+    until(are_over, "the trainings are over", site.logs)
     told = site.told("gpu-arbiter doctor --site")
     found = {each["name"]: each for each in told["checks"]}
     assert found["isolation"]["verdict"] == "ok", found["isolation"]

@@ -60,11 +60,11 @@ class Card:
         return "gpu " + " ".join(f"{key}={value}" for key, value in told.items())
 
 
-def cards(count: int, **same: int) -> list[Card]:
-    """Return GPUs in the order of the bus, with UUIDs as real ones have."""
+def cards(count: int, *, first: int = 0, **same: int) -> list[Card]:
+    """Return GPUs in the order of the bus, with UUIDs as real ones have; other hosts have others than those from 0."""
     return [
         Card(f"GPU-{index:08x}-0000-4000-8000-{index:012x}", f"00000000:{index:02X}:00.0", **same)  # type: ignore[arg-type]
-        for index in range(count)
+        for index in range(first, first + count)
     ]
 
 

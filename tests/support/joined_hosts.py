@@ -1,6 +1,6 @@
-"""Two hosts, each with a real systemd, joined by a cable, and the people who type there.
+"""Hosts, each with a real systemd and journal, joined by a network and a shared folder, and the people who type there.
 
-The host `hub` has the broker, the arbiter and the users; `n1` has two GPUs, which are stand-ins.
+The host `hub` has the broker, the arbiter and the users; `n1` and further nodes have two GPUs, which are stand-ins.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -21,13 +22,10 @@ from tests.support.cluster import until
 from tests.support.launcher_host import Host, join, launcher_host
 from tests.support.stand_in import StandIn, cards
 
-#: The hosts have no journald. Auctions of two GPUs need no compiled loops.
-DROP_IN = """[Service]
-Environment=NUMBA_DISABLE_JIT=1
-StandardError=append:/var/log/{unit}
-"""
+#: Auctions of a few GPUs need no compiled loops.
+DROP_IN = "[Service]\nEnvironment=NUMBA_DISABLE_JIT=1\n"
 DRIVER = "/opt/driver"
-#: Of all tests on two hosts.
+#: Of all tests on such hosts.
 MARKS = [
     pytest.mark.full,
     pytest.mark.slow,
@@ -35,15 +33,15 @@ MARKS = [
     pytest.mark.skipif(not rabbitmq.available(), reason="rabbitmq-server is not installed"),
     pytest.mark.skipif(bool(deb.why_not()), reason=deb.why_not()),
 ]
-WORK = "/srv/work"
+WORK = "/srv/work"  #: the folder that all hosts share
 
 
 class Hosts:
-    """The two hosts, and the people who type there."""
+    """The hosts, and the people who type there."""
 
     def __init__(self, hosts: Mapping[str, Host], daemons: Mapping[str, Sequence[str]]) -> None:
         self.hub, self.n1 = hosts["hub"], hosts["n1"]
-        self._hosts, self._daemons = hosts, daemons
+        self.each, self._daemons = hosts, daemons
 
     def type(self, host: str, line: str, folder: str) -> str:
         """Type a line as root; return what it says."""
@@ -51,11 +49,11 @@ class Hosts:
             self._copy(line, folder)
             return ""
         answer = "y\n"  # to the question of apt-get whether to continue
-        return self._hosts[host].run("env", "-C", folder, "HOME=/root", "bash", "-c", line, text=answer)
+        return self.each[host].run("env", "-C", folder, "HOME=/root", "bash", "-c", line, text=answer)
 
     def upgrade(self, host: str, package: Path) -> None:
         """Install another version on a host as the page on upgrading says; dpkg restarts the daemons that run."""
-        shutil.copy(package, self._hosts[host].root / "root/other.deb")
+        shutil.copy(package, self.each[host].root / "root/other.deb")
         self.type(host, "dpkg -i other.deb", "/root")
 
     def _copy(self, line: str, folder: str) -> None:
@@ -65,7 +63,7 @@ class Hosts:
         for source in sources:
             (path,) = self.hub.root.glob(str(Path(folder, source)).lstrip("/"))
             copy = shutil.copytree if path.is_dir() else shutil.copy
-            copy(path, self._hosts[host].root / "root" / place / path.name)
+            copy(path, self.each[host].root / "root" / place / path.name)
 
     def as_alice(self, *lines: str, check: bool = True) -> str:
         """Have alice log in to the hub and type lines; return what they say."""
@@ -82,28 +80,29 @@ class Hosts:
         except ValueError:
             return None
 
-    def wait_for_node(self) -> None:
-        """Wait until the arbiter knows the GPUs of n1."""
+    def wait_for_nodes(self, *names: str) -> None:
+        """Wait until the arbiter knows the GPUs of these nodes and of no others."""
 
-        def is_up() -> bool:
+        def are_up() -> bool:
             told = self.told("gpu-arbiter nodes")
-            return bool(told and [node["state"] for node in told.get("nodes", ())] == ["up"])
+            found = {node["id"]: node["state"] for node in told.get("nodes", ())} if told else {}
+            return found == dict.fromkeys(names, "up")
 
-        until(is_up, "the node is up", self.logs)
+        until(are_up, f"{', '.join(names)} up", self.logs)
+
+    def log(self, host: str, unit: str) -> str:
+        """What a daemon has written into the journal of its host."""
+        return self.each[host].run("journalctl", "-o", "cat", "--no-pager", "-u", unit)
 
     def logs(self) -> str:
         """The ends of all logs."""
-        ends = [
-            f"{unit}: {self._hosts[name].run('tail', '-n', '5', f'/var/log/{unit}', check=False)}"
-            for name, units in self._daemons.items()
-            for unit in units
-        ]
-        return "\n".join(ends)
+        ends = [(unit, self.log(name, unit)[-1000:]) for name, units in self._daemons.items() for unit in units]
+        return "\n".join(f"{unit}: {end}" for unit, end in ends)
 
     def process(self, host: str, unit: str) -> str:
         """The process of a daemon that is up; empty without one."""
-        up = self._hosts[host].run("systemctl", "is-active", unit, check=False).strip() == "active"
-        return self._hosts[host].run("systemctl", "show", "-p", "MainPID", "--value", unit).strip() if up else ""
+        up = self.each[host].run("systemctl", "is-active", unit, check=False).strip() == "active"
+        return self.each[host].run("systemctl", "show", "-p", "MainPID", "--value", unit).strip() if up else ""
 
     def processes(self) -> dict[str, str]:
         """The process of each daemon."""
@@ -115,23 +114,30 @@ class Hosts:
         return next((each for each in told["checks"] if each["name"] == "releases"), {}) if told else {}
 
 
+#: The journal runs, and nothing that would touch the devices of the host that runs the tests.
+JOURNAL = "systemctl mask systemd-udevd systemd-udev-trigger; systemctl start systemd-journald"
+
+
 @contextmanager
-def two_hosts(folder: Path, package: Path, daemons: Mapping[str, Sequence[str]]) -> Iterator[Hosts]:
-    """Yield two fresh hosts; `package` lies in /srv/fresh of the hub. `daemons`: their units, by host."""
-    driver = StandIn(folder / "driver", *cards(2))
+def joined_hosts(folder: Path, package: Path, daemons: Mapping[str, Sequence[str]]) -> Iterator[Hosts]:
+    """Yield fresh hosts; `package` lies in /srv/fresh of the hub. `daemons`: their units, by host."""
     with ExitStack() as stack:
+        # All hosts have the same /dev, and so what lies there.
+        shared = stack.enter_context(TemporaryDirectory(dir="/dev/shm"))
+        Path(shared).chmod(0o777)
+        shutil.copy(telling_steps.__file__, shared)
         made = {name: stack.enter_context(launcher_host(folder / name)) for name in daemons}
         join(made)
-        for name, host in made.items():
+        for number, (name, host) in enumerate(made.items()):
             for unit in daemons[name]:
                 folder_of = f"/etc/systemd/system/{re.sub('@.*', '@', unit)}.service.d"
                 host.write(f"{folder_of}/test.conf", DROP_IN.format(unit=unit))
-            host.run("install", "-d", "-m", "777", WORK)
-        shutil.copytree(driver.folder, made["n1"].root / DRIVER.lstrip("/"))
-        made["n1"].write("/etc/ld.so.conf.d/driver.conf", f"{DRIVER}\n")
-        made["n1"].run("ldconfig")
-        for host in made.values():
-            shutil.copy(telling_steps.__file__, host.root / WORK.lstrip("/"))
+            host.run("sh", "-ec", f"{JOURNAL}; mkdir {WORK}; mount --bind {shared} {WORK}")
+            if name != "hub":
+                driver = StandIn(folder / f"driver-{name}", *cards(2, first=2 * number))
+                shutil.copytree(driver.folder, host.root / DRIVER.lstrip("/"))
+                host.write("/etc/ld.so.conf.d/driver.conf", f"{DRIVER}\n")
+                host.run("ldconfig")
         made["hub"].run("install", "-d", "/srv/fresh")
         shutil.copy(package, made["hub"].root / "srv/fresh")
         yield Hosts(made, daemons)
