@@ -71,6 +71,20 @@ class Host:
         assert not check or done.returncode == 0, f"{command}: {done.stdout}{done.stderr}"
         return done.stdout if done.returncode == 0 else f"{done.stdout}{done.stderr}"
 
+    def lines(self, command: str, user: str = "") -> set[str]:
+        """What a line of shell prints, word by word; that something is gone or closed does not matter."""
+        return set(self.run("sh", "-c", f"{command} 2>/dev/null; true", user=user).split())
+
+    def holding(self, word: str, *folders: str, user: str = "") -> set[str]:
+        """The files below these folders that have a word in them and this user can read."""
+        return self.lines(f"grep -ral --devices=skip -e {word} {' '.join(folders)}", user)
+
+    def telling(self, word: str, file: str, *, user: str = "") -> set[str]:
+        """The processes whose command lines or variables have a word in them, as far as this user can read that."""
+        # The brackets keep the search from finding itself.
+        found = self.lines(f"grep -al -e '{word[:-1]}[{word[-1]}]' /proc/[0-9]*/{file}", user)
+        return {path.split("/")[2] for path in found}
+
     def write(self, path: str, content: str, *, owner: str = "root", mode: str = "644") -> None:
         self.run("install", "-D", "-o", owner, "-m", mode, "/dev/stdin", path, text=content)
 

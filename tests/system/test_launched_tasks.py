@@ -685,23 +685,6 @@ OF_DAEMONS = (
 )
 
 
-def lines_of(there: Host, command: str, user: str = "") -> set[str]:
-    """What a line of shell prints in alphabetic order; that something is gone or closed does not matter."""
-    return set(there.run("sh", "-c", f"{command} 2>/dev/null; true", user=user).split())
-
-
-def holding(there: Host, word: str, *, user: str = "") -> set[str]:
-    """The files of daemons and systemd that have a word in them and this user can read."""
-    return lines_of(there, f"grep -ral --devices=skip -e {word} {' '.join(OF_DAEMONS)}", user)
-
-
-def telling(there: Host, word: str, file: str, *, user: str = "") -> set[str]:
-    """The processes whose command lines or variables have a word in them, as far as this user can read that."""
-    # The brackets keep the search from finding itself.
-    found = lines_of(there, f"grep -al -e '{word[:-1]}[{word[-1]}]' /proc/[0-9]*/{file}", user)
-    return {path.split("/")[2] for path in found}
-
-
 @pytest.mark.full
 async def test_the_value_of_a_secret_is_in_no_file_message_or_process_list_of_a_site_with_gateway_and_launcher(
     host: tuple[Host, Hand], capfd: pytest.CaptureFixture[str]
@@ -725,16 +708,16 @@ async def test_the_value_of_a_secret_is_in_no_file_message_or_process_list_of_a_
         app = (await asyncio.to_thread(there.as_owner, "alice", *words)).split()[-1]
         told = hashlib.sha256(SECRET.encode()).hexdigest()
         logged = f"cat /srv/whole/node/logs/{app}*.log"
-        await asyncio.to_thread(until, lambda: told in lines_of(there, logged), "the task has it")
-        plain, found = holding(there, PLAIN), holding(there, SECRET)
-        listed = [telling(there, SECRET, "cmdline"), telling(there, PLAIN, "cmdline")]
-        known, main = telling(there, SECRET, "environ"), there.run("pgrep", "-u", "alice", "-f", "hashlib").split()
-        open_to_bob = [telling(there, word, "environ", user="bob") for word in (SECRET, PLAIN)]
-        kept = holding(there, PLAIN, user="bob")
+        await asyncio.to_thread(until, lambda: told in there.lines(logged), "the task has it")
+        plain, found = there.holding(PLAIN, *OF_DAEMONS), there.holding(SECRET, *OF_DAEMONS)
+        listed = [there.telling(SECRET, "cmdline"), there.telling(PLAIN, "cmdline")]
+        known, main = there.telling(SECRET, "environ"), there.run("pgrep", "-u", "alice", "-f", "hashlib").split()
+        open_to_bob = [there.telling(word, "environ", user="bob") for word in (SECRET, PLAIN)]
+        kept = there.holding(PLAIN, *OF_DAEMONS, user="bob")
         shown = there.run("systemctl", "show", "--all", "gpu-arbiter-*")
         there.write("/home/alice/go", "", owner="alice")
         await asyncio.to_thread(lambda: there.as_owner("alice", "wait", app, check=False))
-        afterwards = holding(there, SECRET)
+        afterwards = there.holding(SECRET, *OF_DAEMONS)
     of_daemons = "".join(capfd.readouterr())
     names = {path.rpartition("/")[2] for path in plain}
     assert {"messages", "app-alice.db-wal", "journal.db-wal"} <= names, "what is no secret is found there"
@@ -825,7 +808,7 @@ def check_ssh(there: Host, app: str) -> None:
         assert "PRIVATE KEY" in key, "the try does work"
         assert there.run("cat", *files, user="bob", check=False).count("Permission denied") == len(files)
         ends = key.partition("-----END")[0].splitlines()[-1]
-        assert lines_of(there, f"grep -raslF -e '{ends}' /dev/shm /tmp /run /srv /home", "bob") == set()
+        assert there.lines(f"grep -raslF -e '{ends}' /dev/shm /tmp /run /srv /home", "bob") == set()
         words = there.ssh_of("bob", f"alice@{app}.gpu", "id")
         refused = subprocess.run(words, capture_output=True, text=True, check=False)
         assert f"there is no app {app}" in refused.stderr

@@ -6,6 +6,7 @@ docs/operations.md, "With tasks as their users".
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 from tests.support import deb, pages
 from tests.support.cluster import until
 from tests.support.joined_hosts import MARKS, WORK, Hosts, joined_hosts
-from tests.support.launcher_host import UIDS, why_not
+from tests.support.launcher_host import UIDS, OwnTerminal, as_user, why_not
 
 pytestmark = MARKS
 HUB, NODE, HUB_AGAIN, SECOND_NODE = pages.below(pages.DOCS / "operations.md", "#### With tasks as their users")
@@ -142,3 +143,39 @@ def test_what_is_proven_of_the_site_is_told_to_a_user(site: Hosts, trainings: di
     found = {each["name"]: each for each in told["checks"]}
     assert found["isolation"]["verdict"] == "ok", found["isolation"]
     assert [each for each in told["checks"] if each["name"].startswith("isolation: ")] == []
+
+
+SECRET, PLAIN = "tr0ub4dor-and-3", "correct-horse-battery"
+#: Folders of daemons, of the broker, of systemd and of its journal; those of users are their own.
+OF_DAEMONS = ("/var/lib/gpu-arbiter*", "/var/lib/rabbitmq", "/var/lib/systemd", "/var/log", "/etc", "/run", "/root")
+
+
+def test_the_value_of_a_secret_is_in_no_file_and_no_process_of_the_site_but_the_task_in_a_terminal(
+    site: Hosts,
+) -> None:
+    for name in ("n1", "n2"):
+        terminals = """sed -i 's/^terminals = .*/terminals = "0.0.0.0:7073"/' /etc/gpu-arbiter/node.toml"""
+        site.type(name, f"{terminals} && systemctl restart gpu-arbiter-node-agent", "/root")
+    site.wait_for_nodes("n1", "n2")
+    folder = f"{WORK}/alice"
+    site.hub.write(f"{folder}/key", f"{SECRET}\n", owner="alice", mode="600")
+    line = f"gpu-arbiter run --pty --secret KEY={folder}/key --env OTHER={PLAIN} -- sh -c 'echo $KEY | sha256sum; cat'"
+    shell = OwnTerminal([*site.hub.enter, *as_user("alice"), "bash", "-lc", f"cd {folder}; {line}"])
+    try:
+        shell.read_until(hashlib.sha256(f"{SECRET}\n".encode()).hexdigest())
+        found = {name: host.holding(SECRET, *OF_DAEMONS) for name, host in site.each.items()}
+        plain = {name: host.holding(PLAIN, *OF_DAEMONS) for name, host in site.each.items()}
+        shown = {name: host.telling(SECRET, "cmdline") for name, host in site.each.items()}
+        known = {
+            name: {host.run("ps", "-o", "user=", "-p", pid).strip() for pid in host.telling(SECRET, "environ")}
+            for name, host in site.each.items()
+        }
+        journals = {name: host.run("journalctl", "--no-pager", "-a") for name, host in site.each.items()}
+    finally:
+        shell.close()
+    assert any("journal.db" in path for path in plain["hub"]), "what is no secret is found there"
+    assert (found, shown) == ({name: set() for name in site.each}, {name: set() for name in site.each})
+    assert sorted(known.values(), key=len) == [set(), set(), {"alice"}], "the task alone knows it, on its node"
+    for name, told in journals.items():
+        assert "gpu-arbiter" in told
+        assert SECRET not in told, name
