@@ -196,7 +196,6 @@ def _check_launcher(node: NodeConfig, source: str) -> None:
     why = {
         "containment": (node.containment not in ("auto", "none"), "the launcher bounds each task"),
         "mps": (bool(node.mps), "a daemon of MPS serves one user only"),
-        "memory_dir": (bool(node.memory_dir), "the node agent, which flushes them, may not write to users' folders"),
         "driver_checkpoint": (
             node.driver_checkpoint == "on" and str(node.gpus).startswith("simulated"),
             "the node agent can stop no process of another user",

@@ -11,6 +11,7 @@ The environment of a worker (see `ENVIRONMENT`): the socket, its identity, folde
 
 from __future__ import annotations
 
+from hashlib import blake2s
 from typing import Annotated, Literal
 
 import msgspec
@@ -53,6 +54,11 @@ ENVIRONMENT: dict[str, str] = {
     "MLFLOW_RUN_CONTEXT": "tags of MLflow's runs: gpu_arbiter_run, gpu_arbiter_job; unless the user sets it",
     "TORCH_NCCL_ENABLE_MONITORING": "0: the watchdog must not kill a suspended worker",
 }
+
+
+def memory_name(job: str, run: str) -> str:
+    """Return the name of the folder in host memory of a job's checkpoints."""
+    return blake2s((f"{job}/{run}" if run else job).encode(), digest_size=8).hexdigest()
 
 
 class Hello(Struct, frozen=True, tag="hello"):

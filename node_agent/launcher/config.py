@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import pwd
 from pathlib import Path
 
 from msgspec import Struct
 
-from protocol import config
+from protocol import config, warrants
 from protocol.config import ConfigError
 
 #: No setting can let a task run as a user below this: they are the system's own.
@@ -36,6 +38,9 @@ class LauncherConfig(Struct, frozen=True, forbid_unknown_fields=True):
         Patterns of device files that tasks may open besides their GPUs'.
     bootstrap_dir
         A folder put first on the tasks' PYTHONPATH, so that unchanged scripts are instrumented; empty: none.
+    memory_dir
+        The folder in memory (tmpfs) of checkpoints that tasks leave there, each user's closed to the others; the same
+        path as in node.toml. Empty: none.
     """
 
     node_user: str = "gpu-node"
@@ -48,6 +53,7 @@ class LauncherConfig(Struct, frozen=True, forbid_unknown_fields=True):
     groups: tuple[str, ...] = ("video", "render")
     devices: tuple[str, ...] = ("/dev/infiniband/*", "/dev/gdrdrv")
     bootstrap_dir: str = ""
+    memory_dir: str = ""
 
 
 def load(path: Path) -> LauncherConfig:
@@ -75,6 +81,44 @@ def check(launcher: LauncherConfig, source: str) -> None:
         raise ConfigError(
             f"{source}: bootstrap_dir {launcher.bootstrap_dir} is no folder; give an existing one or none"
         )
+    if launcher.memory_dir and not Path(launcher.memory_dir).is_absolute():
+        raise ConfigError(
+            f"{source}: memory_dir {launcher.memory_dir!r} is no full path; name a folder on tmpfs, or leave it out"
+        )
     for pattern in launcher.devices:
         if not pattern.startswith("/dev/"):
             raise ConfigError(f"{source}: devices has {pattern!r}; write patterns of files below /dev")
+
+
+def node_uid(launcher: LauncherConfig) -> int:
+    """Return the number of the node agent's user; raises `ConfigError` if there is no such user."""
+    try:
+        return pwd.getpwnam(launcher.node_user).pw_uid
+    except KeyError:
+        raise ConfigError(f"node_user {launcher.node_user!r} is no user here; name the node agent's") from None
+
+
+def check_keys(folder: Path) -> None:
+    """Refuse a folder of keys, or a key in it, that another user than this one could replace by one of its own.
+
+    Raises
+    ------
+    ConfigError
+        With the mend; also if signatures cannot be checked here, or a key cannot be read.
+    """
+    try:
+        found = folder.stat()
+        keys = sorted(folder.glob("*.pub"))
+    except OSError as error:
+        raise ConfigError(
+            f"keys {folder} cannot be read: {error.strerror}; make it, and copy the .pub file of each gateway there"
+        ) from error
+    for path, one in {folder: found, **{key: key.stat() for key in keys}}.items():
+        if one.st_uid != os.geteuid() or one.st_mode & 0o022:
+            raise ConfigError(f"other users may write to keys {path}; run: chown root {path}; chmod go-w {path}")
+    try:
+        warrants.check_available()
+        for key in keys:
+            warrants.public_key(key)
+    except warrants.WarrantError as error:
+        raise ConfigError(str(error)) from error

@@ -3,7 +3,7 @@
 A request to start a task comes with four descriptors, in this order: the log (for appending), the record of the end,
 the lock of the record, and the pipe for the first line; a fifth for a task with a terminal is the socket at which
 its owner comes to it. The task's supervisor gets them as they are, so that no user needs a path into the node agent's
-folders. Likewise a request to ask the driver comes with the pipe for the answer.
+folders. Likewise a request to ask the driver, or for a checkpoint in memory, comes with the pipe for the answer.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 
-from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSpec, Variable, Word
+from protocol.messages import AppId, Count, Folder, Gpus, JobId, Label, LaunchSpec, Sentence, Variable, Word
 
 #: Of one request: the largest command and environment that the kernel takes, and room.
 REQUEST_BYTES_MAX = 2**23
@@ -39,6 +39,7 @@ class Start(Struct, frozen=True, tag="start", forbid_unknown_fields=True):
     env: dict[Variable, Word] = {}
     memory_bytes: Count = 0
     cpus: tuple[Count, ...] = ()
+    memory_dir: bool = False  #: it may leave its checkpoint in memory
 
 
 class Signal(Struct, frozen=True, tag="signal", forbid_unknown_fields=True):
@@ -67,6 +68,45 @@ class Drive(Struct, frozen=True, tag="drive", forbid_unknown_fields=True):
     lock_s: Annotated[float, Meta(ge=0, le=DRIVE_S_MAX)] = 0.0
 
 
+class Keep(Struct, frozen=True, tag="keep", forbid_unknown_fields=True):
+    """Look for a checkpoint in memory of an attempt that was started here, copy it to its disk, or forget it.
+
+    `before`: of `release`, the attempt before which all is forgotten; None: all, and the folder too. The pipe for the
+    answer comes with it; see `node_agent.workers.memory_helper`.
+    """
+
+    key: Key
+    gateway: Label
+    run: Word
+    job: JobId
+    attempt: Count
+    do: Literal["find", "flush", "release"]
+    before: Count | None = None
+
+
+class Marked(Struct, frozen=True):
+    """What the mark of an attempt holds: its user, and where its checkpoints go."""
+
+    user: str
+    uid: int
+    checkpoint_dir: Folder
+
+
+class Keeping(Struct, frozen=True):
+    """What the helper for checkpoints in memory, already the user, is to do; `folder` is that of the user's."""
+
+    folder: Folder
+    checkpoint_dir: Folder
+    request: Keep
+
+
+class Kept(Struct, frozen=True):
+    """The answer of that helper: the unflushed checkpoint in memory (empty: none), and why it could not be copied."""
+
+    found: Label = ""
+    error: Sentence = ""
+
+
 class Reply(Struct, frozen=True, omit_defaults=True):
     """The answer: `error` is empty or a sentence; the supervisor of a task that was started; keys of living tasks."""
 
@@ -92,4 +132,4 @@ class Payload(Struct, frozen=True):
     cgroup: str = "own"
 
 
-Request = Start | Signal | Living | Drive
+Request = Start | Signal | Living | Drive | Keep

@@ -11,7 +11,8 @@ user, and on which GPUs it may. The launcher starts it once, and soon:
    agent or of this service, so a restart of either does not touch it.
 
 For a task that runs it also starts the helper that has the driver checkpoint it: as the user, in a unit with the
-devices of the task and a time.
+devices of the task and a time. Another helper, likewise, copies a checkpoint that an attempt has left in memory to the
+folder that was signed for it.
 
 It holds no state but the marks. Each connection is one request, answered in a thread of its own.
 """
@@ -38,16 +39,17 @@ import msgspec
 from msgspec.structs import replace
 
 from node_agent.launcher import requests
-from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import Drive, Living, Payload, Reply, Request, Signal, Start
+from node_agent.launcher.config import LauncherConfig, check_keys, node_uid
+from node_agent.launcher.requests import Drive, Keep, Keeping, Living, Marked, Payload, Reply, Request, Signal, Start
 from node_agent.launcher.units import UnitError, Units, allowing, device_files, unit
 from protocol import warrants
 from protocol.config import ConfigError
 from protocol.messages import LaunchSpec, Warrant, device_of
-from protocol.worker import ENVIRONMENT
+from protocol.worker import ENVIRONMENT, memory_name
 
 WORKERS = Path(__file__).parents[1] / "workers"
 SHIM, HELPER = ("-I", "-S", str(WORKERS / "shim.py")), ("-I", str(WORKERS / "driver_helper.py"))
+KEEPER = ("-I", str(WORKERS / "memory_helper.py"))
 #: The memory of a suspended GPU is the task's. A helper that is stopped has nothing to tidy up.
 HELPER_LIMITS = ("KillSignal=SIGKILL", "MemoryMax=1G")
 #: For the node agent to send a request, and for a program to connect once its unit is started. Half of `WatchdogSec`.
@@ -58,6 +60,10 @@ MARKS_KEPT_S = 30 * 86400.0
 #: names code that the task would load, or a folder in which it would remove files.
 VIRTUAL = "MALLOC_MMAP_THRESHOLD_ MALLOC_TRIM_THRESHOLD_ THP_MEM_ALLOC_ENABLE OMP_NUM_THREADS MKL_NUM_THREADS"
 NODE_VARIABLES = (ENVIRONMENT.keys() - {"GPU_ARBITER_MEMORY_DIR"}).union(VIRTUAL.split())
+
+
+#: A helper: the key of its unit, its user, its limits, its program, and what it is asked.
+_Helper = tuple[str, str, Sequence[str], Sequence[str], Drive | Keeping]
 
 
 class Refused(Exception):  # noqa: N818 - an expected no, told as a sentence
@@ -84,19 +90,15 @@ class Launcher:
 
     def __init__(self, config: LauncherConfig, units: Units, clock: Callable[[], float] = time.time) -> None:
         self._config, self._units, self._clock = config, units, clock
-        try:
-            self.node_uid = pwd.getpwnam(config.node_user).pw_uid
-        except KeyError:
-            raise ConfigError(f"node_user {config.node_user!r} is no user here; name the node agent's") from None
-        _check_keys(Path(config.keys))
+        self.node_uid = node_uid(config)
+        check_keys(Path(config.keys))
         self._marks = Path(config.state_dir) / "started"
-        self._starts = Path(config.socket).parent / "starts"
         try:
             self._marks.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._starts.mkdir(parents=True, exist_ok=True)
-            self._starts.chmod(0o711)  # users pass through it to a socket of theirs
+            self._starts = _passage(Path(config.socket).parent / "starts")
+            self._memory = _passage(Path(config.memory_dir)) if config.memory_dir else None
         except OSError as error:
-            raise ConfigError(f"{error.filename} cannot be made: {error.strerror}; set another state_dir") from error
+            raise ConfigError(f"{error.filename} cannot be made: {error.strerror}; name another folder") from error
 
     def answer(self, line: bytes, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
         """Carry out the request in `line`, and answer it once.
@@ -113,18 +115,20 @@ class Launcher:
                 getattr(self._units, how)(key)
                 answer(Reply())
             case Drive() as drive:
-                self._drive(drive, descriptors, answer)
+                self._help(self._driving(drive), descriptors, answer)
+            case Keep() as keep:
+                self._help(self._keeping(keep), descriptors, answer)
             case Living(owner):
                 answer(Reply(keys=tuple(self._units.living(owner))))
 
     # --- starting ---------------------------------------------------------------------------------------------------
 
     def _start(self, start: Start, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
-        user = self._check(start)
+        user, warrant = self._check(start)
         if len(descriptors) != (needed := requests.DESCRIPTORS + (start.launch.terminal is not None)):
             raise Refused(f"a task needs {needed} descriptors, and {len(descriptors)} came")
         _give_log(descriptors[0], self.node_uid, user.pw_gid)
-        mark = self._mark(start)
+        mark = self._mark(start, warrant)
         with ExitStack() as undoing:
             undoing.callback(mark.unlink)
             with self._begun(start.key, user, self._properties(start), SHIM) as supervisor:
@@ -156,25 +160,41 @@ class Launcher:
                 undoing.pop_all()
                 yield connection
 
-    def _drive(self, drive: Drive, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
-        """Start the helper for the driver as the user of a task that runs, with the devices of that task.
+    def _help(self, helper: _Helper, descriptors: Sequence[int], answer: Callable[[Reply], None]) -> None:
+        key, user, limits, program, asked = helper
+        if len(descriptors) != 1:
+            raise Refused(f"a helper needs one descriptor, and {len(descriptors)} came")
+        with self._begun(key, _known(user), (*HELPER_LIMITS, *limits), program) as connection:
+            answer(Reply())
+            _hand_over(connection, asked, descriptors)
+
+    def _driving(self, drive: Drive) -> _Helper:
+        """Return the helper for the driver, which runs as the user of a task that runs, with the devices of that task.
 
         It has no right of root's, so the kernel keeps it from the processes of other users. Processes that have ended
         by now are left out. It ends with the task, and systemd has one unit of a name: a task has one helper at most.
         """
-        if len(descriptors) != 1:
-            raise Refused(f"a question to the driver needs one descriptor, and {len(descriptors)} came")
         task, name = self._units.standing(drive.key), unit(drive.key)
         found = {pid: self._units.is_member(pid, task.group) for pid in drive.pids}
         if False in found.values() or not any(found.values()):
             raise Refused(f"the driver is asked for processes of {name} alone, and one of these is none")
-        limits = (*HELPER_LIMITS, f"RuntimeMaxSec={drive.timeout_s}", f"BindsTo={name}", f"After={name}", *task.bounds)
-        with self._begun(f"driver-{drive.key}", _known(task.user), limits, HELPER) as helper:
-            answer(Reply())
-            _hand_over(helper, replace(drive, pids=tuple(filter(found.get, found))), descriptors)
+        limits = (f"RuntimeMaxSec={drive.timeout_s}", f"BindsTo={name}", f"After={name}", *task.bounds)
+        return f"driver-{drive.key}", task.user, limits, HELPER, replace(drive, pids=tuple(filter(found.get, found)))
 
-    def _check(self, start: Start) -> pwd.struct_passwd:
-        """Return the user that the task runs as.
+    def _keeping(self, keep: Keep) -> _Helper:
+        """Return the helper for a checkpoint in memory, which runs as the user of an attempt that was started here.
+
+        The folders are those of that user and of what was signed, so a node agent can name none.
+        """
+        mark = self._mark_of(keep.gateway, keep.run, keep.job, keep.attempt)
+        if self._memory is None or not mark.exists():
+            raise Refused(f"no attempt {keep.attempt} of {keep.job} was started here that may use memory_dir")
+        attempt = msgspec.json.decode(mark.read_bytes(), type=Marked)
+        asked = Keeping(str(self._memory / str(attempt.uid)), attempt.checkpoint_dir, keep)
+        return f"memory-{keep.key}", attempt.user, ("RuntimeMaxSec=1h",), KEEPER, asked
+
+    def _check(self, start: Start) -> tuple[pwd.struct_passwd, Warrant]:
+        """Return the user that the task runs as, and the gateway's warrant for it.
 
         Raises
         ------
@@ -190,7 +210,7 @@ class Launcher:
             raise Refused(f"the launch is signed for other GPUs than {min(others)}")
         if foreign := set(start.env) - NODE_VARIABLES:
             raise Refused(f"a node agent may not set the variable {min(foreign)} of a task")
-        return self._user(warrant)
+        return self._user(warrant), warrant
 
     def _check_signature(self, start: Start, warrant: Warrant) -> None:
         file = Path(self._config.keys) / f"{warrant.gateway}.pub"
@@ -231,21 +251,23 @@ class Launcher:
             )
         return user
 
-    def _mark(self, start: Start) -> Path:
+    def _mark(self, start: Start, warrant: Warrant) -> Path:
         """Mark an attempt as started, on the disk; raises `Refused` if it was before."""
-        warrant = start.launch.warrant
-        assert warrant is not None
         self._prune()
-        name = "\n".join((warrant.gateway, start.launch.run, start.job, str(start.attempt)))
-        path = self._marks / blake2s(name.encode(), digest_size=16).hexdigest()
+        path = self._mark_of(warrant.gateway, start.launch.run, start.job, start.attempt)
         try:
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            with path.open("xb") as mark:  # in a folder that root alone enters
+                mark.write(msgspec.json.encode(Marked(warrant.user, warrant.uid, start.launch.checkpoint_dir)))
         except FileExistsError:
             raise Refused(f"the attempt {start.attempt} of {start.job} was started on this node before") from None
         folder = os.open(self._marks, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         os.fsync(folder)
         os.close(folder)
         return path
+
+    def _mark_of(self, gateway: str, run: str, job: str, attempt: int) -> Path:
+        name = "\n".join((gateway, run, job, str(attempt)))
+        return self._marks / blake2s(name.encode(), digest_size=16).hexdigest()
 
     def _prune(self) -> None:
         """Remove old marks; a gateway signs a launch again and again while its task may still have to be started."""
@@ -256,42 +278,25 @@ class Launcher:
                     path.unlink()
 
     def _properties(self, start: Start) -> list[str]:
-        memory = [f"MemoryMax={start.memory_bytes}"] * bool(start.memory_bytes)
-        cores = [f"AllowedCPUs={','.join(map(str, start.cpus))}"] * bool(start.cpus)
-        return [*memory, *cores, *allowing(device_files(set(map(device_of, start.gpus)), self._config.devices))]
+        bounds = {"MemoryMax": start.memory_bytes, "AllowedCPUs": ",".join(map(str, start.cpus))}
+        devices = allowing(device_files(set(map(device_of, start.gpus)), self._config.devices))
+        return [*(f"{name}={value}" for name, value in bounds.items() if value), *devices]
 
     def _payload(self, start: Start, user: pwd.struct_passwd) -> Payload:
         launch = start.launch
-        ours = start.env | _identity(start, launch)
+        ours = start.env | _identity(start, launch) | self._room(start, user)
         secrets = {name: file for name, file in launch.secrets.items() if name not in ours}
         told = (user.pw_name, start.node, launch.terminal is not None, self._config.bootstrap_dir)
         return Payload(launch.command, launch.cwd, launch.checkpoint_dir, launch.env | ours, secrets, start.cpus, *told)
 
-
-def _check_keys(folder: Path) -> None:
-    """Refuse a folder of keys, or a key in it, that another user than this one could replace by one of its own.
-
-    Raises
-    ------
-    ConfigError
-        With the mend; also if signatures cannot be checked here, or a key cannot be read.
-    """
-    try:
-        found = folder.stat()
-        keys = sorted(folder.glob("*.pub"))
-    except OSError as error:
-        raise ConfigError(
-            f"keys {folder} cannot be read: {error.strerror}; make it, and copy the .pub file of each gateway there"
-        ) from error
-    for path, one in {folder: found, **{key: key.stat() for key in keys}}.items():
-        if one.st_uid != os.geteuid() or one.st_mode & 0o022:
-            raise ConfigError(f"other users may write to keys {path}; run: chown root {path}; chmod go-w {path}")
-    try:
-        warrants.check_available()
-        for key in keys:
-            warrants.public_key(key)
-    except warrants.WarrantError as error:
-        raise ConfigError(str(error)) from error
+    def _room(self, start: Start, user: pwd.struct_passwd) -> dict[str, str]:
+        """Return the variable with the folder in memory of a job's checkpoints; none where memory is full."""
+        if self._memory is not None and start.memory_dir:
+            with suppress(OSError):
+                (own := self._memory / str(user.pw_uid)).mkdir(mode=0o700, exist_ok=True)
+                os.chown(own, user.pw_uid, user.pw_gid)
+                return {"GPU_ARBITER_MEMORY_DIR": str(own / memory_name(start.job, start.launch.run))}
+        return {}
 
 
 def _identity(start: Start, launch: LaunchSpec) -> dict[str, str]:
@@ -309,6 +314,15 @@ def _known(name: str) -> pwd.struct_passwd:
         return pwd.getpwnam(name)
     except KeyError:
         raise Refused(f"the user {name} is not known on this node; make it here with the number at gateways") from None
+
+
+def _passage(folder: Path) -> Path:
+    """Make a folder of our own through which users pass to what is theirs; raises `OSError`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if folder.lstat().st_uid != os.geteuid():
+        raise PermissionError(0, "it is another user's", str(folder))
+    folder.chmod(0o711)
+    return folder
 
 
 def _group(gid: int) -> str:
@@ -333,7 +347,7 @@ def _give_log(log: int, node_uid: int, gid: int) -> None:
     os.fchmod(log, 0o660)
 
 
-def _hand_over(program: socket.socket, content: Payload | Drive, descriptors: Sequence[int]) -> None:
+def _hand_over(program: socket.socket, content: Payload | Drive | Keeping, descriptors: Sequence[int]) -> None:
     data = msgspec.json.encode(content)
     program.sendall(data[socket.send_fds(program, [data], descriptors) :])
 
@@ -349,8 +363,7 @@ def _start_ticks(pid: int) -> int:
 
 
 def _log(event: str, **fields: object) -> None:
-    sys.stderr.write(json.dumps({"event": event, **fields}) + "\n")
-    sys.stderr.flush()
+    sys.stderr.write(json.dumps({"event": event, **fields}) + "\n")  # which is flushed with each line
 
 
 # --- the socket -----------------------------------------------------------------------------------------------------

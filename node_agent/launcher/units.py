@@ -84,8 +84,8 @@ class Units:
 
     def members(self, group: str) -> list[int]:
         """Return the processes in a control group."""
-        names = [path.name for path in self._proc.iterdir()]
-        return [int(name) for name in names if name.isdigit() and self.is_member(int(name), group)]
+        names = filter(str.isdigit, (path.name for path in self._proc.iterdir()))
+        return [pid for pid in map(int, names) if self.is_member(pid, group)]
 
     def is_member(self, pid: int, group: str) -> bool | None:
         """Whether a process is in a control group, which a user cannot leave; None if it is gone."""

@@ -255,7 +255,7 @@ class LaunchedHelpers:
         if key is None:
             raise CannotStart("no process of the task is left")
         timeout_s = min(request.timeout_s, DRIVE_S_MAX)
-        return self._launcher.drive(Drive(key, request.do, timeout_s, request.pids, request.lock_s or 0.0))
+        return self._launcher.answered(Drive(key, request.do, timeout_s, request.pids, request.lock_s or 0.0))
 
     def are_gone(self, pids: Sequence[int]) -> bool:
         """Whether no helper lives for the task of these processes, of any node agent. Other tasks do not matter."""

@@ -15,7 +15,6 @@ import os
 import re
 import shutil
 import time
-from hashlib import blake2s
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,7 @@ from msgspec import Struct
 
 from node_agent.workers.records import read_json, write_json
 from protocol.messages import JobId, TaskId
+from protocol.worker import memory_name
 
 log: structlog.stdlib.BoundLogger = structlog.get_logger("node_agent")
 
@@ -50,12 +50,13 @@ class Manifest(Struct, frozen=True):
 
 
 class Owner(Struct, frozen=True):
-    """The owner of a folder in memory; `task` is the last attempt that started."""
+    """The owner of a folder in memory; `task` is the last attempt that started, `gateway` has signed its launch."""
 
     job: JobId
     task: TaskId
     checkpoint_dir: str
     run: str = ""
+    gateway: str = ""
 
 
 class MemoryCheckpoints:
@@ -78,11 +79,10 @@ class MemoryCheckpoints:
 
     def folder(self, owner: Owner) -> Path:
         """Return the folder of a job's checkpoints in memory."""
-        name = f"{owner.job}/{owner.run}" if owner.run else owner.job
-        return self.root / blake2s(name.encode(), digest_size=8).hexdigest()
+        return self.root / memory_name(owner.job, owner.run)
 
     def offer(self, owner: Owner) -> Path:
-        """Make the folder of a job whose next attempt starts, and return it.
+        """Make the folder of a job whose next attempt starts, and return it. Others may give way to it.
 
         Raises
         ------

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import blake2s
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import structlog
@@ -52,6 +52,7 @@ from node_agent.launcher.requests import Start
 from node_agent.workers import containment, doors, mps, trackers
 from node_agent.workers.containment import Bounds, ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
+from node_agent.workers.launched_memory import LaunchedMemory, aside
 from node_agent.workers.logs import LOOK_S, Logs, Part
 from node_agent.workers.mps import MpsClient, MpsDaemons
 from node_agent.workers.records import (
@@ -91,6 +92,8 @@ OPEN_AGAIN_S = 10.0
 STANDING = "containment.json"
 #: The variable by which a task's processes are known as ours: its value is that of no other task and no other agent.
 SOCKET = "GPU_ARBITER_SOCKET"
+#: The variable with the folder in host memory of a task.
+MEMORY_DIR = "GPU_ARBITER_MEMORY_DIR"
 #: Longest path of a Unix socket the kernel takes, less the terminating zero.
 SOCKET_PATH_MAX = 107
 
@@ -204,9 +207,11 @@ class Workers:
         except OSError as error:
             raise WorkersError(f"state_dir {folder} cannot be written: {error.strerror}; make room there") from error
 
-    def _open_memory(self) -> MemoryCheckpoints | None:
+    def _open_memory(self) -> MemoryCheckpoints | LaunchedMemory | None:
         folder = self._settings.memory_dir
         try:
+            if folder is not None and self._launcher is not None:
+                return LaunchedMemory(self._launcher, folder, self._settings.state_dir)
             return None if folder is None else MemoryCheckpoints(folder)
         except OSError as error:
             raise WorkersError(
@@ -229,7 +234,7 @@ class Workers:
         """Start the task's process and post the outcome."""
         try:
             await self._check_door(effect.launch.terminal)
-            memory = await asyncio.to_thread(self._offer_memory, effect)
+            memory = await self._of_memory(self._offer_memory, effect)
             cpus = await asyncio.to_thread(self._near, effect.gpus)
             spec = self._spec(effect, memory, await self._mps_client(effect), cpus)
             if self._launcher is None:
@@ -468,6 +473,7 @@ class Workers:
             secrets={name: file for name, file in launch.secrets.items() if name not in ours},
             mps=client.mark,
             uid=-1 if self._launcher is None or launch.warrant is None else launch.warrant.uid,
+            gateway="" if launch.warrant is None else launch.warrant.gateway,
             terminal=launch.terminal is not None,
             idle_s=self._idle_s(launch.terminal),
         )
@@ -546,7 +552,9 @@ class Workers:
             env=spec.env,
             memory_bytes=self._settings.memory_max_bytes * len(devices),
             cpus=spec.cpus,
+            memory_dir=MEMORY_DIR in spec.env,
         )
+        start = replace(start, env={name: value for name, value in spec.env.items() if name != MEMORY_DIR})
         log_file, heard = self._logs.path(spec.task), partial(setattr, worker, "root")
         with _listening(record, spec) as terminal:
             worker.started = await asyncio.to_thread(launcher.start, start, log_file, record, heard, terminal)
@@ -749,11 +757,12 @@ class Workers:
             return {}
         try:
             launch = effect.launch
-            folder = self._memory.offer(Owner(effect.job, effect.task, launch.checkpoint_dir, launch.run))
+            gateway = "" if launch.warrant is None else launch.warrant.gateway
+            folder = self._memory.offer(Owner(effect.job, effect.task, launch.checkpoint_dir, launch.run, gateway))
         except OSError as error:
             log.warning("memory.refused", task=effect.task, folder=str(self._memory.root), reason=str(error))
             return {}
-        return {"GPU_ARBITER_MEMORY_DIR": str(folder)}
+        return {MEMORY_DIR: str(folder)}
 
     def _note_trained(self, worker: _Worker, rank: int) -> None:
         """Release the checkpoints of earlier attempts in host memory once all ranks have loaded theirs."""
@@ -761,27 +770,30 @@ class Workers:
             return
         worker.trained.add(rank)
         if len(worker.trained) == worker.socket.world:
-            release = asyncio.to_thread(self._memory.release, _owner_of(worker.spec), worker.spec.attempt)
+            release = self._of_memory(self._memory.release, _owner_of(worker.spec), worker.spec.attempt)
             self._tasks.create_task(release, name=f"release memory of {worker.spec.job}")
 
     async def _post_gone(self, gone: WorkerGone, spec: Spec) -> None:
         """Post a worker's end; if it left a checkpoint in host memory, have it flushed to the disk."""
         owner = _owner_of(spec)
-        unflushed = self._memory is not None and await asyncio.to_thread(self._memory.unflushed, owner) is not None
+        unflushed = self._memory is not None and await self._of_memory(self._memory.unflushed, owner) is not None
         self._post(replace(gone, unflushed=unflushed))
         if self._memory is not None:
             keeping = self._keep(self._memory, owner, tell=unflushed)
             self._tasks.create_task(keeping, name=f"keep memory of {spec.job}")
 
-    async def _keep(self, memory: MemoryCheckpoints, owner: Owner, *, tell: bool) -> None:
+    async def _of_memory(self, call: Callable[..., Any], *given: object) -> Any:
+        return await (asyncio.to_thread if self._launcher is None else aside)(call, *given)
+
+    async def _keep(self, memory: MemoryCheckpoints | LaunchedMemory, owner: Owner, *, tell: bool) -> None:
         """Flush a checkpoint in host memory, and keep it a while for an attempt that starts here."""
-        error = await asyncio.to_thread(memory.flush, owner)
+        error = await self._of_memory(memory.flush, owner)
         if tell:
             self._post(Flushed(owner.task, error))
         await asyncio.sleep(KEPT_S)
         specs = [worker.spec for worker in self._workers.values()]
         attempts = [spec.attempt for spec in specs if (spec.job, spec.run) == (owner.job, owner.run)]
-        await asyncio.to_thread(memory.release, owner, max(attempts, default=None))
+        await self._of_memory(memory.release, owner, max(attempts, default=None))
 
     def _keep_what_is_left(self, told: Collection[TaskId]) -> None:
         """Flush the checkpoints in host memory of tasks without a record."""
@@ -866,7 +878,7 @@ def _listening(record: Record, spec: Spec) -> Iterator[int | None]:
 
 
 def _owner_of(spec: Spec) -> Owner:
-    return Owner(spec.job, spec.task, spec.checkpoint_dir, spec.run)
+    return Owner(spec.job, spec.task, spec.checkpoint_dir, spec.run, spec.gateway)
 
 
 def _out_of_memory(ended: Exit) -> str:

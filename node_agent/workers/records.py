@@ -62,6 +62,7 @@ class Spec(Struct, frozen=True):
     terminal: bool = False  #: it has one
     idle_s: float = 0.0  #: of a task with a terminal: after so long without use it ends; 0: never
     uid: int = -1  #: the user that the launcher started it as; -1: the node agent started it, as its own user
+    gateway: str = ""  #: the gateway that has signed its launch
 
 
 class Started(Struct, frozen=True):

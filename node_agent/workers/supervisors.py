@@ -21,7 +21,7 @@ import structlog
 from msgspec.structs import replace
 
 from node_agent import procfs
-from node_agent.launcher.requests import DESCRIPTORS_MAX, Drive, Key, Living, Reply, Request, Signal, Start
+from node_agent.launcher.requests import DESCRIPTORS_MAX, Drive, Keep, Key, Living, Reply, Request, Signal, Start
 from node_agent.workers.records import Record, Started, write_json
 from node_agent.workers.shim import LOCK_FD, TERMINAL_FD
 
@@ -160,8 +160,8 @@ class Launcher:
         """SIGKILL whatever is left of a task."""
         self._tell(Signal(key, "end"))
 
-    def drive(self, drive: Drive) -> int:
-        """Have the driver asked, as the user of a task; return the pipe from which the answer can be read.
+    def answered(self, request: Drive | Keep) -> int:
+        """Have a helper do it, as the user of a task; return the pipe from which the answer can be read.
 
         Raises
         ------
@@ -170,7 +170,7 @@ class Launcher:
         """
         reader, writer = os.pipe()
         try:
-            error = self._ask(drive, [writer]).error
+            error = self._ask(request, [writer]).error
         except CannotStart:
             os.close(reader)
             raise

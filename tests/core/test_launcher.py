@@ -29,7 +29,7 @@ from node_agent import config as node_config
 from node_agent.config import NodeConfig
 from node_agent.launcher import config, service, units
 from node_agent.launcher.config import LauncherConfig
-from node_agent.launcher.requests import DESCRIPTORS, Drive, Living, Reply, Start
+from node_agent.launcher.requests import DESCRIPTORS, Drive, Keeping, Living, Reply, Start
 from node_agent.launcher.service import Launcher, Refused
 from node_agent.launcher.units import UnitError, Units, device_files
 from node_agent.workers import shim, supervisors
@@ -276,7 +276,7 @@ def test_an_administrator_may_allow_a_group_of_the_node(site: Site, monkeypatch:
 @needs_root
 def test_an_attempt_is_started_once_also_by_the_next_launcher(site: Site) -> None:
     start = site.start()
-    mark = site.launcher._mark(start)
+    mark = site.launcher._mark(start, warrant_of(start))
     for launcher in (site.launcher, site.made()):
         assert site.ask(start, launcher) == "the attempt 2 of nobody-1.0 was started on this node before"
     assert site.systemd.started == []
@@ -295,7 +295,7 @@ def test_an_attempt_that_systemd_did_not_start_may_be_started_later(site: Site) 
 @needs_root
 def test_an_attempt_that_was_signed_again_later_is_not_started_again(site: Site) -> None:
     """A gateway signs the launch of a task anew every quarter of an hour, as it may still have to be started."""
-    mark = site.launcher._mark(site.start())
+    mark = site.launcher._mark(start := site.start(), warrant_of(start))
     for _ in range(3):
         site.now += 10 * 86400.0 - 1.0
         site.launcher._prune()
@@ -419,7 +419,7 @@ def test_the_drivers_helper_ends_with_the_task_which_has_one_at_most(site: Site)
 
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_question_to_the_driver_comes_with_one_descriptor(site: Site, count: int) -> None:
-    assert drive(site, 7, descriptors=count) == (f"a question to the driver needs one descriptor, and {count} came", [])
+    assert drive(site, 7, descriptors=count) == (f"a helper needs one descriptor, and {count} came", [])
 
 
 def test_the_user_of_a_task_may_be_gone(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,6 +451,63 @@ def test_the_end_of_a_task_is_that_of_its_helper_too() -> None:
 
     Units(run).end("0a0a0a0a-0a0a0a0a0a0a0a0a")
     assert ran[-1][-2:] == [TASK, HELPER]
+
+
+def keep(site: Site, **changes: object) -> tuple[str, list[list[str]]]:
+    """Ask for the checkpoint in memory of the attempt of `site.start`; what came of it, and what was to start."""
+    launcher, systemd = site.made(memory_dir=str(site.folder / "memory")), site.systemd
+    systemd.started.clear()
+    told: dict[str, object] = {"gateway": GATEWAY, "run": "", "job": "nobody-1.0", "attempt": 2} | changes
+    words = {"type": "keep", "key": "0a0a0a0a-0a0a0a0a0a0a0a0a", "do": "flush", **told}
+    try:
+        launcher.answer(msgspec.json.encode(words) + b"\n", [0], lambda reply: None)
+    except (Refused, UnitError) as error:
+        return str(error), systemd.started
+    raise AssertionError("it was started")
+
+
+@needs_root
+def test_a_checkpoint_in_memory_is_for_a_helper_of_its_user_and_only_of_an_attempt_that_was_started_here(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = site.launcher._mark(start := site.start(), warrant_of(start))
+    handed: list[Keeping] = []
+    why, (line,) = keep(site)
+    assert "it refuses" in why
+    assert {"User=nobody", "DevicePolicy=closed", "NoNewPrivileges=yes", "RuntimeMaxSec=1h", "MemoryMax=1G"} <= set(
+        line
+    )
+    for other in ({"gateway": "login2"}, {"run": "r2"}, {"job": "nobody-1.1"}, {"attempt": 1}):
+        why, started = keep(site, **other)
+        assert (why.startswith("no attempt "), started) == (True, []), other
+    monkeypatch.setattr(Launcher, "_begun", lambda *_: nullcontext())
+    monkeypatch.setattr(service, "_hand_over", lambda helper, asked, descriptors: handed.append(asked))
+    with pytest.raises(AssertionError, match="it was started"):
+        keep(site)
+    assert (handed[0].folder, handed[0].checkpoint_dir) == (
+        str(site.folder / f"memory/{NOBODY.pw_uid}"),
+        start.launch.checkpoint_dir,
+    ), "both follow from the mark"
+    mark.unlink()
+    assert keep(site)[0].startswith("no attempt ")
+
+
+@needs_root
+def test_a_folder_in_memory_is_closed_to_other_users_and_one_of_another_users_is_refused(site: Site) -> None:
+    memory = site.folder / "memory"
+    launcher = site.made(memory_dir=str(memory))
+    variable = launcher._room(site.start(memory_dir=True), NOBODY)["GPU_ARBITER_MEMORY_DIR"]
+    own = memory / str(NOBODY.pw_uid)
+    assert Path(variable).parent == own
+    assert [(stat.S_IMODE(path.stat().st_mode), path.stat().st_uid) for path in (memory, own)] == [
+        (0o711, 0),
+        (0o700, NOBODY.pw_uid),
+    ]
+    assert launcher._room(site.start(), NOBODY) == {}
+    assert site.launcher._room(site.start(memory_dir=True), NOBODY) == {}
+    os.chown(memory, NOBODY.pw_uid, -1)
+    with pytest.raises(ConfigError, match=f"{memory} cannot be made: it is another user's; name another folder"):
+        site.made(memory_dir=str(memory))
 
 
 def test_no_request_opens_other_gpus_for_a_task_than_those_of_its_signed_lease(site: Site) -> None:
@@ -658,7 +715,7 @@ NODE = NodeConfig(node="n1", gpus="nvml", launcher="/run/l.sock", runtime_dir="/
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("mps", "all"), ("memory_dir", "/dev/shm/x"), ("containment", "cgroup"), ("gpus", "simulated:2")],
+    [("mps", "all"), ("containment", "cgroup"), ("gpus", "simulated:2")],
 )
 def test_settings_of_a_node_that_serve_one_user_only_are_refused_with_a_launcher(field: str, value: str) -> None:
     node_config.check(NODE, "node.toml")

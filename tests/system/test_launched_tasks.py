@@ -201,6 +201,48 @@ async def test_a_task_has_the_memory_and_the_cores_of_its_lease_and_takes_none_o
         await bench.node.report(lambda report: not report.tasks)
 
 
+@pytest.mark.full
+async def test_a_checkpoint_in_memory_is_the_users_own_and_is_copied_to_the_users_folder(
+    host: tuple[Host, Hand],
+) -> None:
+    there, bench = host[0], Bench(*host)
+    memory = f"/dev/shm/gpu-arbiter-test-{os.getpid()}"
+    there.run("mkdir", "-m", "711", memory)
+    there.start_launcher(devices=[OWN_GPU], memory_dir=memory)
+    try:
+        async with running(bench, memory_dir=memory):
+            first = bench.task("alice", sys.executable, str(REPOSITORY / "tests/support/telling_steps.py"), "steps",
+                               "--steps", "1000000", "--step-ms", "20")  # fmt: skip
+            env = {"PYTHONPATH": str(REPOSITORY)}
+            first = bench.hand.sign(
+                replace(first, launch=replace(first.launch, env=env)), "alice", UIDS["alice"], age_s=0.0
+            )
+            await bench.plan(first)
+            await bench.trains(first, 10)
+            await bench.want(first, "vacate", preempt_by="checkpoint")
+            left = await bench.status(first, lambda status: status.phase == "exited" and not status.unflushed)
+            assert left.outcome == "preempted"
+            (saved,) = there.lines(f"find {first.launch.checkpoint_dir} -name made")
+            assert there.run("stat", "-c", "%U", saved) == "alice\n", "it is on the disk, as the user's"
+            (kept,) = there.lines(f"find {memory}/{UIDS['alice']} -name made")
+            assert there.run("cat", kept) == there.run("cat", saved)
+            assert "Permission denied" in there.run("cat", kept, user="bob", check=False)
+            assert "Permission denied" in there.run("cat", kept, user="gpu-node", check=False)
+            made = int(there.run("cat", saved))
+            there.run("rm", "-r", str(Path(saved).parent))  # so that it shows from where the next attempt begins
+            again = replace(first, task=first.task.replace("-a0", "-a1"), attempt=1)
+            again = bench.hand.sign(again, "alice", UIDS["alice"], age_s=0.0)
+            await bench.plan(again)
+            await bench.trains(again, made + 5)
+            steps = [int(line.split()[1]) for line in there.run("cat", "/home/alice/steps").splitlines()]
+            assert steps == list(range(len(steps))), "it went on from memory"
+            await bench.plan()
+            await bench.node.report(lambda report: not report.tasks)
+    finally:
+        there.start_launcher(devices=[OWN_GPU])
+        there.run("rm", "-rf", memory)
+
+
 # --- attacks --------------------------------------------------------------------------------------------------------
 
 #: Tries each thing, given as JSON of name and expression; prints by name what came of it.
