@@ -71,7 +71,7 @@ def test_what_a_helper_of_a_user_says_is_read_within_bounds(
 
 
 async def test_no_other_call_waits_for_a_helper_that_does_not_answer() -> None:
-    reader, _writer = os.pipe()
+    reader, writer = os.pipe()
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
         hung = [group.create_task(aside(os.read, reader, 1)) for _ in range(40)]
         await asyncio.sleep(0)
@@ -79,6 +79,7 @@ async def test_no_other_call_waits_for_a_helper_that_does_not_answer() -> None:
         assert await asyncio.to_thread(str, 8) == "8"
         for one in hung:
             one.cancel()
+        os.close(writer)  # which lets the threads end
 
 
 def checkpoint(root: Path, step: int, run: str = "r1") -> Path:

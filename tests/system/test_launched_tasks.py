@@ -211,7 +211,7 @@ async def test_a_checkpoint_in_memory_is_the_users_own_and_is_copied_to_the_user
     there.start_launcher(devices=[OWN_GPU], memory_dir=memory)
     try:
         async with running(bench, memory_dir=memory):
-            first = bench.task("alice", sys.executable, str(REPOSITORY / "tests/support/telling_steps.py"), "steps",
+            first = bench.task("alice", sys.executable, str(REPOSITORY / "tests/support/telling_steps.py"), "held",
                                "--steps", "1000000", "--step-ms", "20")  # fmt: skip
             env = {"PYTHONPATH": str(REPOSITORY)}
             first = bench.hand.sign(
@@ -234,7 +234,7 @@ async def test_a_checkpoint_in_memory_is_the_users_own_and_is_copied_to_the_user
             again = bench.hand.sign(again, "alice", UIDS["alice"], age_s=0.0)
             await bench.plan(again)
             await bench.trains(again, made + 5)
-            steps = [int(line.split()[1]) for line in there.run("cat", "/home/alice/steps").splitlines()]
+            steps = [int(line.split()[1]) for line in there.run("cat", "/home/alice/held").splitlines()]
             assert steps == list(range(len(steps))), "it went on from memory"
             await bench.plan()
             await bench.node.report(lambda report: not report.tasks)
