@@ -135,12 +135,14 @@ async def _run_once(
     """Run until the store is away or another arbiter leads."""
     async with _open_store(config) as (journal, ledger):
         arbiter = _restore(journal, ledger, config.history)
-        outages.end()
         performer = _Performer(arbiter, journal, ledger, config, wall, alone=bus.private)
+        shell = performer.shell(bus, on_alive)
         try:
-            await _run(performer.shell(bus, on_alive), performer)
+            await _run(shell, performer)
         finally:
             outages.know(app.owner for app in arbiter.state.apps.values())
+            if performer.followed or shell.commits.count:  # a store that can be read may still have no room
+                outages.end()
 
 
 ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]
@@ -167,6 +169,7 @@ class _Performer:
         self._explained: dict[tuple[int, float, AppId], Outcome] = {}  #: by round, its time, and app; the oldest first
         self._sampled_at = 0.0
         self.solver = Solver()
+        self.followed = False  #: whether another arbiter has written events since the store was opened
         self._ready = not _holds_auctions(config)
         self._clock_moved = asyncio.Event()
         self._one_follower = asyncio.Lock()
@@ -273,7 +276,7 @@ class _Performer:
             at = self._journal.last_seq - len(news.events)
             self._compare(at, news.marks)
             for seq, now, event in news.events:
-                self._is_news = True
+                self._is_news = self.followed = True
                 for effect in self._arbiter.handle(event, now):
                     if isinstance(effect, Record):
                         self._ledger.write(effect)

@@ -46,7 +46,7 @@ class Outages:
         self._owners.update(owners)
 
     def end(self) -> None:
-        """Note that the store answers."""
+        """Note that the store has taken events: what comes next is another outage."""
         self._since = None
 
     async def tell(self, why: str) -> None:

@@ -9,6 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +29,7 @@ from node_agent.workers.records import read_json
 from protocol import certificates, exit_codes
 from protocol.bus import BusError
 from protocol.journal import JournalError
-from protocol.journal.database import without_password
+from protocol.journal.database import COMMIT, NAMES, Postgres, without_password
 from protocol.journal.postgres import VERSION, PostgresJournal
 from protocol.journal.sqlite import newest_event, tables_version
 from protocol.messages import Party
@@ -41,6 +42,12 @@ MENDS = {
     "broker": "on the broker's host: systemctl status rabbitmq-server; see docs/operations.md, RabbitMQ",
     "arbiter": "on the arbiter's host: systemctl status gpu-arbiter; its log: journalctl -u gpu-arbiter",
     "store": "on the arbiter's host: gpu-arbiter doctor --journal-file FILE; see docs/operations.md, The store is away",
+}
+#: Where commits do not wait for a replica, by the setting that is to blame.
+REPLICA_MENDS = {
+    NAMES: "as postgres on the database's host: psql --command \"alter system set synchronous_standby_names = '{}'\" "
+    '--command "select pg_reload_conf()"; see docs/operations.md, Level 2',
+    COMMIT: "set synchronous_commit to on where it is set: for the server, the database or the role of the arbiter",
 }
 #: The journal of an arbiter that systemd runs on this host.
 JOURNAL = Path("/var/lib/gpu-arbiter/journal.db")
@@ -73,6 +80,8 @@ def checks(bus: str = "", journal: Path | str | None = None) -> Iterator[Check]:
         yield _broker(bus)
     if journal is not None or os.access(JOURNAL, os.R_OK):
         yield _store(JOURNAL if journal is None else journal)
+    if isinstance(journal, str):
+        yield from _replicas(journal)
     yield from _running()
 
 
@@ -168,6 +177,22 @@ def _store(journal: Path | str) -> Check:
         when = f"none of its events is newer than {silent_s / 60.0:.0f} min" if newest else "it has no event yet"
         return Check("store", "note", f"{found}; {when}: no arbiter decides, or nothing is enrolled", MENDS["arbiter"])
     return Check("store", "ok", found)
+
+
+def _replicas(url: str) -> Iterator[Check]:
+    """Check that commits wait for each replica of the database: what it has not heard of is lost if it takes over."""
+    try:
+        with closing(Postgres(url, read_only=True)) as database:
+            found = database.replicas()
+    except JournalError:
+        return  # `store` has said why
+    for name, setting in found.items():
+        if not setting:
+            yield Check("replica", "ok", f"commits wait for {name}")
+            continue
+        lost = f"no commit waits for {name} ({setting}): if it takes over, the newest events are lost"
+        named = name if name.isidentifier() else "*"  # another name would need quotes of its own
+        yield Check("replica", "note", lost, REPLICA_MENDS[setting].format(named))
 
 
 def _written(journal: Path | str) -> tuple[str, float]:

@@ -20,6 +20,11 @@ class Durations:
         self._counts[bisect_left(self._bounds_s, took_s)] += 1
         self._sum_s += took_s
 
+    @property
+    def count(self) -> int:
+        """How many were counted."""
+        return sum(self._counts)
+
     def document(self) -> dict[str, Any]:
         """Return the bounds, how many were within each and not the one before, the last beyond all, and their sum."""
         return {"bounds_s": list(self._bounds_s), "counts": list(self._counts), "sum_s": self._sum_s}

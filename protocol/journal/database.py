@@ -42,6 +42,14 @@ _REFUSALS = {
     r"unsupported startup parameter": "08P01",
 }
 
+#: Replicas that could take over; what any role may see of them is their names, and not whether they are synchronous.
+_REPLICAS = """
+SELECT application_name, current_setting('synchronous_standby_names'), current_setting('synchronous_commit')
+FROM pg_stat_replication WHERE application_name <> 'pg_basebackup'
+AND NOT EXISTS (SELECT 1 FROM pg_replication_slots WHERE active_pid = pid AND slot_type = 'logical') ORDER BY 1
+"""
+NAMES, COMMIT = "synchronous_standby_names", "synchronous_commit"
+
 Row = tuple[Any, ...]
 Statement = tuple[str, Sequence[Sequence[Any]]]
 
@@ -96,6 +104,10 @@ class Postgres:
                 cursor.execute(statement.encode(), values, binary=True)
                 return cursor.rowcount, cursor.fetchall() if cursor.description else []
 
+    def replicas(self) -> Mapping[str, str]:
+        """Return the replicas by name, each with the setting for which no commit waits for it; empty: commits do."""
+        return {name: _unawaited(name, listed, commit) for name, listed, commit in self.one(_REPLICAS)[1]}
+
     def close(self) -> None:
         """Hang up; closing twice is harmless."""
         with self._lock:
@@ -113,6 +125,14 @@ class Postgres:
             raise _in_words(
                 error, self.place, self._password, is_usage=isinstance(error, psycopg.ProgrammingError)
             ) from error
+
+
+def _unawaited(name: str, listed: str, commit: str) -> str:
+    """Return the setting for which commits do not wait for a replica; `listed` is like ``FIRST 1 (db2, "db-3")``."""
+    names = {each.lower() for each in re.findall(r"[^\s,()\"]+", listed)}
+    if name.lower() not in names and "*" not in names:
+        return NAMES
+    return COMMIT if commit in ("off", "local") else ""
 
 
 def _psycopg() -> Any:

@@ -236,7 +236,9 @@ class Cluster:
 
     def wait_training(self, processes: int, steps: int = 5) -> None:
         """Wait until so many processes have made so many mini-batches."""
-        until(lambda: sum(made >= steps for made in self.progress().values()) >= processes, "training began")
+        until(
+            lambda: sum(made >= steps for made in self.progress().values()) >= processes, "training began", self._words
+        )
 
     def wait_progress(self, steps: int) -> None:
         """Wait until each process that trains now has made `steps` more mini-batches, or has come to its end."""

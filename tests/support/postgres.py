@@ -48,7 +48,7 @@ class PrivatePostgres(Startable):
 
     `fsync`: whether a commit waits for the disk, as in earnest; a test that measures nothing need not wait. It listens
     at `address`, of the host that the command `within` enters, and for this host on a Unix socket. One that is `empty`
-    has no data yet: it is to be made a replica.
+    has no data yet: it is to be made a replica, or to `make_data` on a disk of its own.
     """
 
     def __init__(
@@ -65,16 +65,35 @@ class PrivatePostgres(Startable):
         self.port = free_port()
         self._fsync = fsync
         self._process: subprocess.Popen[bytes] | None = None
-        user = _as_another_user()
-        if user:
+        if _as_another_user():
             os.chown(self.folder, pwd.getpwnam("nobody").pw_uid, -1)
-        if empty:
-            return
-        where = ("-D", str(self.folder / "data"), "-U", superuser, "-A", "trust", "-E", "UTF8", "--locale=C", "-N")
-        subprocess.run([*user, str(PROGRAMS / "initdb"), *where], check=True, capture_output=True, cwd=self.folder)
-        if address != "127.0.0.1":
+        if not empty:
+            self.make_data()
+
+    def make_data(self) -> None:
+        """Make the data of a new server in `folder`/data, which may be there and must be empty."""
+        where = (
+            "-D",
+            str(self.folder / "data"),
+            "-U",
+            self._superuser,
+            "-A",
+            "trust",
+            "-E",
+            "UTF8",
+            "--locale=C",
+            "-N",
+        )
+        command = [*_as_another_user(), str(PROGRAMS / "initdb"), *where]
+        subprocess.run(command, check=True, capture_output=True, cwd=self.folder)
+        if self._address != "127.0.0.1":
             with (self.folder / "data" / "pg_hba.conf").open("a") as access:
-                access.write(f"host all all {address}/24 trust\n")
+                access.write(f"host all all {self._address}/24 trust\n")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has ended by itself."""
+        return self._process is not None and self._process.poll() is not None
 
     def url(self, database: str, *, user: str = USER, port: int | None = None) -> str:
         """Return the address of a database."""

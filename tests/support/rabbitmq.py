@@ -204,6 +204,11 @@ class PrivateRabbitMQ(Startable):
         shutil.rmtree(self.folder / "data")
 
     @property
+    def running(self) -> bool:
+        """Whether it was started and has not ended."""
+        return self._process is not None and self._process.poll() is None
+
+    @property
     def pid(self) -> int:
         """The process of the broker."""
         assert self._process is not None

@@ -1,6 +1,7 @@
 """A disk that fails, or a file that is taken away, under the daemons that write their journal there.
 
-Each has one outcome (docs/operations.md, "Disks and clocks"). A full disk: test_survival.py and test_full_disk.py.
+Each has one outcome (docs/operations.md, "Disks and clocks"). A full disk: test_survival.py,
+test_full_disk.py, and under PostgreSQL test_full_database.py.
 """
 
 from __future__ import annotations

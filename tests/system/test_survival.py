@@ -13,8 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from protocol.messages import ARBITER, NodeId, NodePlan, Party
 from tests.support.cluster import LEASE_S, Cluster, running_cluster, until
 from tests.support.gpu_watch import GpuWatch
 from tests.support.rabbitmq import PrivateRabbitMQ
+from tests.support.small_disk import fill_up, small_disk
 
 broker_test = pytest.mark.broker
 pytestmark = [pytest.mark.clock, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -135,28 +135,6 @@ def test_training_outlives_full_disks_of_arbiter_and_app_agent(
         until(cluster.answers, "the app agent listens again")
         cluster.contest()
         cluster.finish_without_a_scratch()
-
-
-@contextmanager
-def small_disk(folder: Path) -> Iterator[None]:
-    """A file system of its own, of a few MB, in this folder."""
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=700", "tmpfs", folder], check=False)
-    if made.returncode:
-        pytest.skip("only root can mount a small file system")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "--lazy", folder], check=True)
-
-
-def fill_up(folder: Path) -> Path:
-    """Write a file that leaves no room in this file system."""
-    ballast = folder / "ballast"
-    with suppress(OSError), ballast.open("wb", buffering=0) as file:
-        while True:
-            file.write(bytes(4096))
-    return ballast
 
 
 @pytest.mark.full
