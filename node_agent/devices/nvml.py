@@ -43,6 +43,8 @@ ANCESTORS: tuple[tuple[int, LinkKind], ...] = (
 
 #: Field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION: the recovery that the driver demands for a GPU; 0 is none.
 FIELD_RECOVERY = 230
+#: Drivers whose third form of a list of processes has a larger struct (XuehaiPan/nvitop#89); 535.98 has no third form.
+OTHER_LAYOUT = ("535.43", "535.54", "535.86")
 EVENT_DOUBLE_BIT_ECC = 0x2
 EVENT_XID = 0x8
 EVENT_UNAVAILABLE = 0x4000
@@ -63,7 +65,10 @@ for index in range(nvml.nvmlDeviceGetCount()):
     try:
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
         nvml.nvmlDeviceGetMemoryInfo(handle)
-        nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        try:
+            nvml.nvmlDeviceGetComputeRunningProcesses_v3(handle)
+        except nvml.NVMLError_FunctionNotFound:
+            pass
         print(nvml.nvmlDeviceGetUUID(handle))
     except nvml.NVMLError:
         pass
@@ -380,11 +385,19 @@ class NvmlBackend:
             gpu.troubles = {what: now_s} | gpu.troubles
             if getattr(error, "value", None) == self._nvml.NVML_ERROR_GPU_IS_LOST:
                 gpu.gone_since_s = now_s if gpu.gone_since_s is None else gpu.gone_since_s
-            raise DeviceError(f"NVML does not answer about its {what}: {error}") from error
+            raise DeviceError(f"NVML does not answer about its {what}: {error}{self._too_old(error)}") from error
         gpu.troubles = {each: since_s for each, since_s in gpu.troubles.items() if each != what}
         if not gpu.troubles:
             gpu.gone_since_s = None
         return answer
+
+    def _too_old(self, error: Exception) -> str:
+        """Say what mends an error that a newer driver would not give, empty for others."""
+        if not isinstance(error, self._nvml.NVMLError_FunctionNotFound):
+            return ""
+        return (
+            f"; the driver {self.driver or '(of unknown version)'} is too old for this node agent, install a newer one"
+        )
 
     def _touch(self, gpu: _Gpu) -> None:
         """Learn whether the GPU still answers, whether the driver demands a recovery, and whether it can be shared.
@@ -450,7 +463,11 @@ class NvmlBackend:
         nvml = self._nvml
         try:
             info = nvml.nvmlDeviceGetMemoryInfo(gpu.handle, nvml.nvmlMemory_v2)
-        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound):
+        except (
+            nvml.NVMLError_NotSupported,
+            nvml.NVMLError_FunctionNotFound,
+            nvml.NVMLError_ArgumentVersionMismatch,
+        ):
             info = nvml.nvmlDeviceGetMemoryInfo(gpu.handle)
             return Memory(int(info.total), int(info.used))
         # Drivers differ in whether `used` counts their reserve; this is right for both.
@@ -461,16 +478,13 @@ class NvmlBackend:
         nvml = self._nvml
         found: dict[int, int] = {}
         compute: set[int] = set()
-        for entry in nvml.nvmlDeviceGetComputeRunningProcesses_v3(gpu.handle):
+        for entry in self._listed("Compute", gpu):
             compute.add(int(entry.pid))
             # The memory is None where the driver does not tell, as on WDDM and some virtual GPUs.
             found[int(entry.pid)] = int(entry.usedGpuMemory or 0)
-        for listing, computes in (
-            (nvml.nvmlDeviceGetMPSComputeRunningProcesses_v3, True),
-            (nvml.nvmlDeviceGetGraphicsRunningProcesses_v3, False),
-        ):
+        for kind, computes in (("MPSCompute", True), ("Graphics", False)):
             try:
-                entries = listing(gpu.handle)
+                entries = self._listed(kind, gpu)
             except (nvml.NVMLError_NotSupported, nvml.NVMLError_NotFound, nvml.NVMLError_FunctionNotFound):
                 continue  # a driver or GPU without such processes
             for entry in entries:
@@ -478,6 +492,14 @@ class NvmlBackend:
                 if computes:
                     compute.add(int(entry.pid))
         return [Process(pid, memory_bytes, pid in compute) for pid, memory_bytes in sorted(found.items())]
+
+    def _listed(self, kind: str, gpu: _Gpu) -> Sequence[Any]:
+        """Return a list of processes in the newest form whose layout is the one that pynvml reads."""
+        nvml = self._nvml
+        if not any(self.driver.startswith(f"{version}.") for version in OTHER_LAYOUT):
+            with suppress(nvml.NVMLError_FunctionNotFound):
+                return getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v3")(gpu.handle)  # type: ignore[no-any-return]
+        return getattr(nvml, f"nvmlDeviceGet{kind}RunningProcesses_v2")(gpu.handle)  # type: ignore[no-any-return]
 
     def _utilisation(self, gpu: _Gpu) -> float | None:
         try:

@@ -7,9 +7,11 @@ and back, under one clock of the test.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
+import pynvml
 import pytest
 
 from arbiter.core.arbiter import Effect
@@ -25,6 +27,7 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.core.proof import TOLERATED_S
+from node_agent.devices import gpm
 from node_agent.devices.nvml import NvmlBackend
 from node_agent.devices.sampling import measure
 from protocol.core import Received, Send
@@ -38,7 +41,9 @@ SAMPLE_S, APP_BEAT_S = 0.5, 5.0
 APPS = [f"a{number}-1" for number in range(GPUS)]
 #: It has no GPU, and would get that of a lease that is lost.
 WAITING = "late-1"
-FUNCTIONS = ("nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetComputeRunningProcesses_v3")
+#: Some of the functions of NVML that a look at a GPU calls.
+MEMORY, PROCESSES = "nvmlDeviceGetMemoryInfo_v2", "nvmlDeviceGetComputeRunningProcesses_v3"
+SETTINGS = "nvmlDeviceGetMigMode", "nvmlDeviceGetComputeMode", "nvmlDeviceGetFieldValues"
 #: Lost, reset required, unknown; an error without a name.
 CODES = (15, 16, 999, 4711)
 
@@ -47,8 +52,8 @@ class Stage:
     """An arbiter and a node agent of three GPUs, each with a task of an app of its own; one app more waits."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.driver = StandIn(folder, *cards(GPUS))
-        self.driver.load(monkeypatch)
+        self.driver = StandIn(folder, *cards(GPUS, gpm=1))
+        self.library = self.driver.load(monkeypatch)
         self.site, self.bench = Site(), Bench(fresh=True, idle_bytes_max=GIB, parked_bytes_max=GIB)
         self.backend = NvmlBackend((), clock=lambda: self.site.now, look=["true"])
         self.tasks: dict[int, TaskId] = {}  #: by process
@@ -91,6 +96,13 @@ class Stage:
             if self.site.now % APP_BEAT_S < SAMPLE_S:
                 for app in (*APPS, WAITING):
                     self.arbiter_does(self.beat(app))
+
+    def looks(self) -> list[str]:
+        """Return the functions of the library that a look calls: nvidia-ml-py keeps those that it has found."""
+        pynvml._nvmlGetFunctionPointer_cache.clear()
+        self.driver.xid(SICK, 43)  # an event, of which the driver is asked for the GPU; it asks for nothing
+        self.run(2 * SAMPLE_S)
+        return sorted(pynvml._nvmlGetFunctionPointer_cache)
 
     def arbiter_does(self, effects: Iterable[object]) -> None:
         for effect in effects:
@@ -139,20 +151,33 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(tmp_path / "driver", monkeypatch)
 
 
-FEW, ALL = [(FUNCTIONS[0], 999), (FUNCTIONS[1], 15)], list(itertools.product(FUNCTIONS, CODES))
+def is_about_a_gpu(function: str) -> bool:
+    return function.startswith("nvmlDevice") or function == "nvmlGpmSampleGet"
 
 
-@pytest.mark.parametrize("cases", [FEW, pytest.param(ALL, marks=pytest.mark.full)], ids=["few", "all"])
-@pytest.mark.parametrize("seconds", [1.0, 2.5])
-def test_a_short_error_about_one_gpu_costs_no_lease_moves_none_and_no_task_is_told_anything(
-    stage: Stage, seconds: float, cases: list[tuple[str, int]]
+@pytest.mark.parametrize(
+    ("seconds", "codes"),
+    [
+        (2.5, (15, 999)),
+        pytest.param(2.5, CODES, marks=pytest.mark.full),
+        pytest.param(1.0, CODES, marks=pytest.mark.full),
+    ],
+)
+def test_a_short_error_of_any_function_that_a_look_calls_costs_no_lease_moves_none_and_no_task_is_told_anything(
+    stage: Stage, monkeypatch: pytest.MonkeyPatch, seconds: float, codes: tuple[int, ...]
 ) -> None:
-    for case in cases:
-        plans = len(stage.plans)
-        stage.driver.fault("error", case[0], SICK, case[1])
-        for _ in range(round(seconds / SAMPLE_S)):
+    monkeypatch.setattr(gpm, "AGAIN_S", SAMPLE_S)  # monitors that erred are left alone for so long
+    functions = stage.looks()
+    assert {MEMORY, PROCESSES, *SETTINGS, "nvmlEventSetWait_v2", "nvmlGpmSampleGet"} <= set(functions)
+    for case in itertools.product(functions, codes):
+        function, code = case
+        plans, erred = len(stage.plans), stage.library.times_erred()
+        stage.driver.fault("error", function, SICK if is_about_a_gpu(function) else "*", code)
+        stage.driver.xid(SICK, 43)
+        for _ in range(math.ceil(seconds / SAMPLE_S)):
             stage.run(SAMPLE_S)
             assert stage.holders() == stage.before, case
+        assert stage.library.times_erred() > erred or not is_about_a_gpu(function), case
         stage.driver.heal()
         stage.run(SAMPLE_S)
         assert stage.holders() == stage.before, case
@@ -160,8 +185,9 @@ def test_a_short_error_about_one_gpu_costs_no_lease_moves_none_and_no_task_is_to
         assert {order.want for plan in stage.plans[plans:] for order in plan.tasks} <= {"run"}, case
 
 
-def test_an_error_that_lasts_costs_the_lease_of_its_gpu_and_no_other(stage: Stage) -> None:
-    stage.driver.fault("error", FUNCTIONS[0], SICK, 999)
+@pytest.mark.parametrize("function", [MEMORY, PROCESSES, *SETTINGS])
+def test_an_error_that_lasts_costs_the_lease_of_its_gpu_and_no_other(stage: Stage, function: str) -> None:
+    stage.driver.fault("error", function, SICK, 999)
     stage.run(TOLERATED_S)
     assert (stage.holders(), stage.acts) == (stage.before, [])
     stage.run(4 * SAMPLE_S)

@@ -52,7 +52,7 @@ NEEDED = dict.fromkeys(
         "nvmlDeviceGetGraphicsRunningProcesses_v3",
     ),
     frozenset({3, 6, 13}),
-)
+) | {"nvmlDeviceGetMemoryInfo_v2": frozenset({3, 13, 25})}
 #: Without an answer to these, a GPU is not given out.
 SETTINGS = {
     "nvmlDeviceGetMigMode": {3, 13, 26},
@@ -174,10 +174,56 @@ def test_the_drivers_reserve_is_not_counted_as_used_whether_the_driver_does_so_o
     backend.close()
 
 
-def test_a_driver_that_tells_no_reserve_counts_it_as_used(hands: Hands) -> None:
-    hands.driver.fault("error", "nvmlDeviceGetMemoryInfo_v2", value=13)
+@pytest.mark.parametrize("code", [3, 13, 25], ids=["not supported", "function not found", "version mismatch"])
+def test_a_driver_that_tells_no_reserve_counts_it_as_used(hands: Hands, code: int) -> None:
+    hands.driver.fault("error", "nvmlDeviceGetMemoryInfo_v2", value=code)
     backend = hands.backend()
     assert backend.memory(hands.gpu(0)).used_bytes == 600 * MIB
+    backend.close()
+
+
+#: 470 lacks the newest form of most answers, 510 has no performance monitors. In 535.43 a listed process became larger,
+#: 535.98 has no such list, and 535.104 has it as before.
+OLDER = ["470.82.01", "510.39.01", "535.43.02", "535.54.03", "535.86.10", "535.98", "535.104.05", "580.95.05"]
+
+
+@pytest.mark.parametrize("version", OLDER)
+def test_memory_and_processes_are_right_with_the_functions_and_structs_of_an_older_driver(
+    hands: Hands, version: str
+) -> None:
+    hands.deal(2, gpm=1)
+    hands.driver.version = version
+    listed = [
+        (4711, 300, "compute"),
+        (4712, 9, "compute"),
+        (4713, None, "compute"),
+        (4714, 7, "mps"),
+        (4715, 5, "graphics"),
+    ]
+    hands.driver.change(0, processes=listed, lost=1)
+    backend = NvmlBackend(clock=lambda: hands.now_s)  # with its own look at the GPU that does not answer
+    assert backend.driver == version
+    hands.driver.change(0, lost=0)
+    assert healthy_in_time(backend, hands.gpu(0))
+    found = [(one.pid, one.memory_bytes // MIB, one.compute) for one in backend.processes(hands.gpu(0))]
+    assert found == [(4711, 300, True), (4712, 9, True), (4713, 0, True), (4714, 7, True), (4715, 5, False)]
+    memory = backend.memory(hands.gpu(0))
+    tells_reserve = version != "470.82.01"
+    assert (memory.used_bytes, memory.reserved_bytes) == ((100 * MIB, 500 * MIB) if tells_reserve else (600 * MIB, 0))
+    assert backend.monitored(hands.gpu(0)) == (version not in {"470.82.01", "510.39.01"})
+    assert [(sample.healthy, sample.unmeasured) for sample in measure(backend, no_owner)] == [(True, "")] * 2
+    backend.close()
+
+
+def test_of_a_driver_that_lists_no_processes_a_sentence_says_that_it_is_too_old(hands: Hands) -> None:
+    hands.driver.version = "440.33.01"
+    hands.driver.write()
+    backend = hands.backend()
+    (sample, _) = measure(backend, no_owner)
+    assert sample.unmeasured == (
+        "NVML does not answer about its processes: Function Not Found; "
+        "the driver 440.33.01 is too old for this node agent, install a newer one"
+    )
     backend.close()
 
 

@@ -14,12 +14,14 @@ PROGRAM = (sys.executable, "-m", "gpu_arbiter")
 
 
 @contextmanager
-def running_up(environment: Mapping[str, str]) -> Iterator[None]:
-    """A site of eight simulated GPUs, ready; it ends well when the block does."""
-    command = [*PROGRAM, "up", "--fresh", "--gpus", "simulated:8"]
+def running_up(environment: Mapping[str, str], gpus: str = "simulated:8") -> Iterator[None]:
+    """A site of eight simulated GPUs, or of others, ready; it ends well when the block does."""
+    command = [*PROGRAM, "up", "--fresh", "--gpus", gpus]
     with subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
         assert "gpu-arbiter is up" in process.stderr.readline()
-        yield
-        process.send_signal(signal.SIGINT)
+        try:
+            yield
+        finally:
+            process.send_signal(signal.SIGINT)
         assert process.wait(PATIENCE_S) == 0

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,9 @@ from node_agent import health_files, procfs
 from node_agent.devices import watched
 from protocol.messages import GpuId, GpuStatus, NodeReport
 from tests.support.node_site import Site, find_gpu, find_task, gpu, node_site, task_order
+from tests.support.patience import PATIENCE_S
 from tests.support.stand_in import StandIn, cards
+from tests.support.up_site import PROGRAM, running_up
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -117,3 +121,37 @@ async def test_a_running_node_agent_outlives_an_error_of_nvml_about_a_gpu_and_it
         assert (await site.exited(bob.task)).outcome == "preempted"
         driver.change(1, lost=0)
         await second_gpu_becomes(site, True, "")
+
+
+def test_up_on_nvidia_gpus_names_each_that_is_sick_and_runs_a_job_on_the_one_that_is_well(tmp_path: Path) -> None:
+    driver = StandIn(tmp_path / "driver", *cards(4))
+    errs, lost, divided = 0, 1, 2
+    driver.fault("error", "nvmlDeviceGetComputeMode", errs, 999)
+    driver.change(lost, lost=1)
+    driver.change(divided, mig=1)
+    own = {name: value for name, value in os.environ.items() if not name.startswith("GPU_ARBITER_")}
+    environment = own | driver.env | {"GPU_ARBITER_URL": f"unix://{tmp_path}/control.sock", "HOME": str(tmp_path)}
+
+    def ask(*words: str) -> str:
+        command = [*PROGRAM, *words]
+        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def gpus() -> dict[str, tuple[bool, str]]:
+        (node,) = json.loads(ask("nodes", "--json"))["nodes"]
+        return {gpu["id"]: (gpu["healthy"], gpu["detail"]) for gpu in node["gpus"]}
+
+    with running_up(environment, "nvml"):
+        deadline = time.monotonic() + PATIENCE_S
+        while (told := gpus())[driver.cards[errs].uuid][0]:  # an error is tolerated for some seconds
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        assert told.pop(driver.cards[3].uuid) == (True, "")
+        assert not any(healthy for healthy, _ in told.values())
+        assert "NVML does not tell its compute mode" in told[driver.cards[errs].uuid][1]
+        assert "NVML cannot reach GPU 1 (GPU is lost)" in told["GPU-unreachable-1"][1]
+        assert "MIG divides it" in told[driver.cards[divided].uuid][1]
+        ask("submit", "--wait", "--", sys.executable, "-c", "import os; print(os.environ['CUDA_VISIBLE_DEVICES'])")
+        (app,) = json.loads(ask("ps", "--all", "--json"))["apps"]
+        assert ask("logs", app["id"]).strip().endswith(driver.cards[3].uuid)

@@ -93,6 +93,7 @@ class StandIn:
         self.folder = folder
         self.cards = list(gpus)
         self.ancestors: dict[tuple[int, int], int] = {}
+        self.version = "580.95.05"  #: of the driver; an older one lacks functions, or has another layout of a struct
         self._flags: set[str] = set()
         self._faults: list[str] = []
         self.write()
@@ -101,7 +102,7 @@ class StandIn:
 
     def write(self) -> None:
         """Have the libraries read this scenario from now on."""
-        lines = [card.line() for card in self.cards]
+        lines = [f"driver {self.version}", *(card.line() for card in self.cards)]
         for index, card in enumerate(self.cards):
             lines += [f"process {index} {pid} {-1 if mib is None else mib} {kind}" for pid, mib, kind in card.processes]
         lines += [f"link {one} {other} {level}" for (one, other), level in self.ancestors.items()]

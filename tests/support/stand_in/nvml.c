@@ -12,6 +12,7 @@ typedef struct { char uuid[96], bus[32], name[96]; long total, reserved, used, n
                  unsigned long long cores; double gpm_s, gpm_work, gpm_warps, gpm_dram; } Gpu;
 typedef struct { int index, opened; } Handle;
 typedef struct { unsigned pid; unsigned long long used; unsigned gi, ci; } ProcessInfo;
+typedef struct { ProcessInfo told; unsigned long long protected; } LargeProcessInfo; /* of 535.43 to 535.86 */
 typedef struct { long offset; unsigned long long gpus; } EventSet;
 typedef struct { double s, work, warps, dram; } Sample;
 typedef struct { unsigned id; int code; double value; const char *names[3]; } Metric;
@@ -58,6 +59,23 @@ static int gpus(Gpu *found, int most) {
   return count;
 }
 
+/* The driver's version, from a line `driver 535.54.03` of the scenario, as a number to compare: 535054. Before R510 a
+ * driver had no memory with its reserve and no third form of its lists, before R520 no GPM; the third form had a larger
+ * struct from 535.43 to 535.86 and was not there in 535.98 (XuehaiPan/nvitop#89 and #94, by nvidia-settings). */
+static int driver(char text[32]) {
+  char line[1024];
+  int major = 0, minor = 0;
+  strcpy(text, "580.95.05");
+  FILE *file = open_in_folder("scenario", "r");
+  while (file && fgets(line, sizeof line, file)) sscanf(line, "driver %31s", text);
+  if (file) fclose(file);
+  sscanf(text, "%d.%d", &major, &minor);
+  return major * 1000 + minor;
+}
+#define ABSENT 13
+/* Return the error of a function that this driver has not got. */
+#define SINCE(first) do { char text[32]; if (driver(text) < (first)) return ABSENT; } while (0)
+
 /* Begin a call about a GPU: read it, and return the error that the scenario has for it. */
 static int begin(const char *function, Handle *handle, Gpu *gpu) {
   Gpu all[GPUS];
@@ -87,7 +105,12 @@ int nvmlShutdown(void) {
   return code;
 }
 const char *nvmlErrorString(int code) { (void)code; return "an error of the stand-in"; }
-int nvmlSystemGetDriverVersion(char *text, unsigned size) { snprintf(text, size, "580.95.05"); return obey(__func__, ALL); }
+int nvmlSystemGetDriverVersion(char *text, unsigned size) {
+  char version[32];
+  driver(version);
+  snprintf(text, size, "%s", version);
+  return obey(__func__, ALL);
+}
 
 int nvmlDeviceGetCount_v2(unsigned *count) {
   Gpu all[GPUS];
@@ -224,9 +247,28 @@ static int list(const char *function, Handle *handle, const char *kind, unsigned
   *count = there;
   return there > room ? 7 : 0;
 }
-int nvmlDeviceGetComputeRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list(__func__, h, "compute", n, p); }
-int nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list(__func__, h, "mps", n, p); }
-int nvmlDeviceGetGraphicsRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list(__func__, h, "graphics", n, p); }
+/* The third form of a list. */
+static int list_v3(const char *function, Handle *handle, const char *kind, unsigned *count, ProcessInfo *infos) {
+  char text[32];
+  int version = driver(text);
+  if (version < 510000 || (version >= 535098 && version < 535104)) return ABSENT;
+  int code = list(function, handle, kind, count, infos);
+  LargeProcessInfo *large = (LargeProcessInfo *)infos;
+  if (code || !infos || version < 535043 || version >= 535098) return code;
+  for (unsigned i = *count; i-- > 0;) {
+    ProcessInfo told = infos[i];
+    large[i].told = told, large[i].protected = 0;
+  }
+  return code;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list_v3(__func__, h, "compute", n, p); }
+int nvmlDeviceGetMPSComputeRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list_v3(__func__, h, "mps", n, p); }
+int nvmlDeviceGetGraphicsRunningProcesses_v3(Handle *h, unsigned *n, ProcessInfo *p) { return list_v3(__func__, h, "graphics", n, p); }
+#define SECOND_FORM(kind, name) \
+  int nvmlDeviceGet##kind##RunningProcesses_v2(Handle *h, unsigned *n, ProcessInfo *p) { SINCE(450000); return list(__func__, h, name, n, p); }
+SECOND_FORM(Compute, "compute")
+SECOND_FORM(MPSCompute, "mps")
+SECOND_FORM(Graphics, "graphics")
 
 /* The memory in use without the driver's reserve. */
 static unsigned long long used(Handle *handle, Gpu *gpu) {
@@ -249,6 +291,7 @@ int nvmlDeviceGetMemoryInfo(Handle *handle, unsigned long long *info) {
 }
 /* Drivers differ in whether `used` counts the reserve (nvml-wrapper #57); nvml.h can be read either way. */
 int nvmlDeviceGetMemoryInfo_v2(Handle *handle, Memory *info) {
+  SINCE(510000);
   BEGIN(handle);
   if (info->version != 0x2000028) return 25;
   info->total = (unsigned long long)gpu.total * MIB, info->reserved = (unsigned long long)gpu.reserved * MIB;
@@ -262,6 +305,7 @@ int nvmlDeviceGetMemoryInfo_v2(Handle *handle, Memory *info) {
 
 int nvmlDeviceGetUtilizationRates(Handle *handle, unsigned *rates) { BEGIN(handle); rates[0] = (unsigned)gpu.util; rates[1] = 0; return 0; }
 int nvmlGpmQueryDeviceSupport(Handle *handle, unsigned *support) {
+  SINCE(520000);
   BEGIN(handle);
   if (support[0] != 1) return 25;
   support[1] = (unsigned)gpu.gpm;

@@ -1,7 +1,8 @@
 /* What both stand-in libraries read: the file `scenario` beside them, afresh at each call.
  *
- * A line is `gpu key=value ...`, `process GPU PID MIB compute|mps|graphics`, `link GPU GPU LEVEL`, a flag (one word), or
- * a fault: `error|hang|crash|delay FUNCTION WHICH VALUE`, where WHICH is a GPU's number, a process's, or `*`. */
+ * A line is `driver VERSION`, `gpu key=value ...`, `process GPU PID MIB compute|mps|graphics`, `link GPU GPU LEVEL`, a
+ * flag (one word), or a fault: `error|hang|crash|delay FUNCTION WHICH VALUE`, where WHICH is a GPU's number, a process's,
+ * or `*`. */
 
 #include <dlfcn.h>
 #include <stdio.h>
