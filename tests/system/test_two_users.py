@@ -145,6 +145,35 @@ def test_what_is_proven_of_the_site_is_told_to_a_user(site: Hosts, trainings: di
     assert [each for each in told["checks"] if each["name"].startswith("isolation: ")] == []
 
 
+def test_a_checkpoint_in_memory_is_copied_by_the_shipped_launcher(site: Hosts) -> None:
+    memory = "/run/gpu-arbiter-memory"
+    for file, line in (("launcher", f'memory_dir = "{memory}"'), ("node", f'memory_dir = "{memory}"')):
+        there = f"/etc/gpu-arbiter/{file}.toml"
+        site.type("n1", f"sed -i 's|^memory_dir = [^#]*|{line} |' {there} && grep -q '^{line}' {there}", "/root")
+    (block,) = (
+        each for each in pages.below(pages.DOCS / "operations.md", "## Tasks as their users") if memory in each.text
+    )
+    for line in block.commands():
+        site.type("n1", line, "/root")
+    site.as_alice("gpu-arbiter drain n2 --wait --timeout 1m")
+    site.wait_for_nodes("n1", "n2")
+    folder = f"{WORK}/alice"
+    program = f"/opt/gpu-arbiter/bin/python {WORK}/telling_steps.py {folder}/held --steps 1000000 --step-ms 50"
+    app = site.as_alice(f"cd {folder}", f"gpu-arbiter submit --checkpoint-dir {folder}/kept -- {program}").strip()
+    made = f"{folder}/held"
+    until(lambda: len(site.n1.lines(f"cat {made}")) > 20, "it trains", site.logs)
+    site.as_alice(f"gpu-arbiter requeue {app}")
+    until(
+        lambda: len({line.split()[0] for line in site.n1.run("cat", made).splitlines()}) == 2, "it is back", site.logs
+    )
+    steps = [int(line.split()[1]) for line in site.n1.run("cat", made).splitlines()]
+    assert steps == list(range(len(steps))), "each once and in order"
+    until(lambda: bool(site.n1.lines(f"find {folder}/kept -name made")), "it is on the disk", site.logs)
+    assert site.n1.run("stat", "-c", "%U %a", f"{memory}/{UIDS['alice']}").split() == ["alice", "700"]
+    assert "memory.unanswered" not in site.log("n1", "gpu-arbiter-node-agent")
+    site.as_alice(f"gpu-arbiter cancel {app}", "gpu-arbiter undrain n2")
+
+
 SECRET, PLAIN = "tr0ub4dor-and-3", "correct-horse-battery"
 #: Folders of daemons, of the broker, of systemd and of its journal; those of users are their own.
 OF_DAEMONS = ("/var/lib/gpu-arbiter*", "/var/lib/rabbitmq", "/var/lib/systemd", "/var/log", "/etc", "/run", "/root")
