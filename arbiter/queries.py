@@ -73,7 +73,7 @@ OUTCOMES_MAX = 1_000
 #: The measurements of a task that are told.
 MEASURED = (
     *("source", "confidence", "periods", "share", "utilisation", "peak_bytes", "trough_bytes", "reserved_bytes"),
-    *("packed_with", "remark", "ran_s"),
+    *("packed_with", "remark", "ran_s", "micro_batches"),
 )
 #: Daemons whose newest word on themselves is kept.
 HEARD_MAX = 20_000

@@ -115,7 +115,8 @@ def timed_by(task: Document) -> str:
         told = ", ".join(f"{signal} {_period(period_s)}" for signal, period_s in sorted(periods.items()))
         return f"unknown: {told}" if told else "-"
     if source == "steps":
-        return source
+        passes = int(measured.get("micro_batches") or 0)
+        return f"steps of {passes} micro-batches" if passes else source
     others = sorted(periods.keys() - {source})
     agree = f", as {' and '.join(others)}" if others else ""
     return f"{source} {float(measured.get('confidence') or 0.0):.0%}{agree}"

@@ -15,6 +15,8 @@ from protocol.config import ConfigError
 #: The smallest `log_max_bytes`: a beginning of some blocks, and newest lines for people to read.
 LOG_MAX_BYTES_MIN = 2**20
 PORT_MAX = 65_535
+#: The smallest part of a GPU to which a client of MPS may be limited.
+SHARE_MIN = 0.01
 _GPUS = re.compile(r"nvml|simulated:[0-9]{1,3}")
 _GPU = re.compile(r"[0-9]{1,3}|GPU-[0-9a-fA-F-]{36}")
 _PLACE = re.compile(r"(\[[0-9a-fA-F:]+\]|[^:]+):[0-9]{1,5}")
@@ -84,6 +86,9 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
         The GPUs on which jobs are clients of NVIDIA's MPS, so that their kernels overlap: ``all``, or ``[0, 2]``, each
         by its index as nvidia-smi shows it or by its UUID; none by default. A fatal fault of one job then ends the
         others on that GPU, too.
+    mps_memory_share, mps_thread_share
+        The part of its GPU's memory that a client of MPS may take, and the part of its threads that it may use, both
+        from its start to its end and also while it has the GPU to itself; 1: no limit.
     launcher
         The socket of this node's launcher, which starts each task as the user who submitted it; empty: tasks run as the
         node agent's own user.
@@ -131,6 +136,8 @@ class NodeConfig(Struct, frozen=True, forbid_unknown_fields=True):
     memory_dir: str = ""
     driver_checkpoint: Literal["auto", "on", "off"] = "auto"
     mps: str | tuple[int | str, ...] = ()
+    mps_memory_share: float = 1.0
+    mps_thread_share: float = 1.0
     launcher: str = ""
     terminals: str = ""
     idle_s: float = 1800.0
@@ -227,6 +234,11 @@ def _check_mps(node: NodeConfig, source: str) -> None:
         )
     if not isinstance(node.mps, str):
         _check_names("mps", node.mps, source)
+    for field in ("mps_memory_share", "mps_thread_share"):
+        share = getattr(node, field)
+        if not SHARE_MIN <= share <= 1.0:
+            told = f"write a part of the GPU from {SHARE_MIN} to 1, such as 0.5"
+            raise ConfigError(f"{source}: {field} is {share}; {told}")
 
 
 def _check_names(field: str, gpus: tuple[int | str, ...], source: str) -> None:

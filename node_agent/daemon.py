@@ -281,6 +281,8 @@ def _settings(config: NodeConfig, boot_id: str, mps: frozenset[GpuId]) -> Settin
         cgroup_root=config.cgroup_root,
         memory_dir=Path(config.memory_dir).resolve() if config.memory_dir else None,
         mps=mps,
+        mps_memory_share=config.mps_memory_share,
+        mps_thread_share=config.mps_thread_share,
         launcher=Path(config.launcher) if config.launcher else None,
         terminals=config.terminals,
         address=config.address or socket.gethostname(),

@@ -24,8 +24,8 @@ Several signals
 Gradient accumulation
 ---------------------
 The signal cycles with the micro-batch, one forward and backward pass. For a step of four such passes a quarter of it is
-reported, as with Gandiva, whose mini-batch time is the time between two minima of memory. A caller that knows the
-number of passes multiplies; the signal does not show it.
+reported, as with Gandiva, whose mini-batch time is the time between two minima of memory. The signal does not show how
+many passes make a step; a caller that knows the time of a step divides (`core.worker_news`).
 
 *Source:* Gandiva (Xiao et al., OSDI 2018), profiling: the cycle of GPU memory. Scargle 1982, Astrophys. J. 263, 835:
 the spectrum of uneven samples. Edelson and Krolik 1988, Astrophys. J. 333, 646: their autocorrelation, in slots of lag.

@@ -366,6 +366,9 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     #: The period that each signal shows, of one forward and backward pass: a micro-batch where gradients are
     #: accumulated. Empty where the worker tells its steps, which are mini-batches.
     periods: dict[StepSource, Seconds] = {}
+    #: How many forward and backward passes make a mini-batch: how often the period of its memory goes into a step that
+    #: it tells; 0: unknown, or one.
+    micro_batches: Count = 0
 
 
 #: How the reason of a task ends whose node was lost.

@@ -205,9 +205,9 @@ class Order(Struct, frozen=True, tag="order", omit_defaults=True):
     75; `save`: at the next boundary save and go on. `probe`: answer `Stacks` from the helper thread at once. `tell`:
     answer `Progress` at once. `arena`: have a host arena of `bytes` faulted in and registered, from the helper thread.
     `cap`: let this process take at most `bytes` of each GPU's memory, 0 for no limit. `sample`: read the memory every
-    10 ms or so for 20 s, unless steps are known, and answer with lines of `Counted`. `trough`: wait for the next trough
-    of the memory, for `TROUGH_S` at most, give back what the allocator keeps unused, and answer `Progress`; where steps
-    are told this is the end of a mini-batch, and none is answered if it does not come in that time.
+    10 ms or so for 20 s, or until the first step is told, and answer with lines of `Counted`. `trough`: wait for the
+    next trough of the memory, for `TROUGH_S` at most, give back what the allocator keeps unused, and answer `Progress`;
+    where steps are told this is the end of a mini-batch, and none is answered if it does not come in that time.
 
     The processes of one task stop at the same step in two phases, without a collective. `hold`: stand still at the end
     of step `at_step` until the next order; answered `Ready` or `Late`. Once all are ready, `suspend`, `leave` or `save`

@@ -1,8 +1,10 @@
-"""The cycle of allocated bytes of a script that tells nothing of its steps, sampled when the node agent asks for it.
+"""The cycle of a script's allocated bytes, sampled when the node agent asks for it.
 
 Allocated bytes climb through the forward pass and fall through the backward pass, so their period is the time of one
-pass. The node agent finds it (`node_agent.introspection`). Here they are only read, by a thread of its own, at gaps
-that are drawn at random. It runs for one window, and ends as soon as a step is seen, which tells more.
+pass: the mini-batch time of a script that tells nothing of its steps. Of one that tells them it shows in how many
+passes gradients are accumulated. The node agent finds it (`node_agent.introspection`). Here they are only read, by a
+thread of its own, at gaps that are drawn at random. It runs for one window, and ends as soon as a first step is seen,
+which tells more.
 
 A script on a GPU orders its work far ahead of the GPU, and then stands and waits for a result. So the bytes stay the
 same for most of a mini-batch, at its peak or at its trough, and the rest is over in milliseconds: between two samples.
@@ -41,8 +43,8 @@ Samples = list[tuple[float, int, int]]
 
 
 def sample(process: TrainingState, order: Order) -> None:
-    """Sample one window, unless that is being done or the script tells of its steps."""
-    if not process.sampled and not _tells_steps(process):
+    """Sample one window, unless that is being done."""
+    if not process.sampled:
         process.sampled = True
         threading.Thread(target=_run, args=(process, order.seq), name="gpu-arbiter-cycle", daemon=True).start()
 
@@ -96,17 +98,18 @@ def _tells_steps(process: TrainingState) -> bool:
     return process.boundaries > 0 or process.explicit
 
 
-def _is_done(process: TrainingState) -> bool:
-    return _tells_steps(process) or not process.link.connected
-
-
 def _run(process: TrainingState, seq: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    told = _tells_steps(process)
+
+    def is_done() -> bool:
+        return _tells_steps(process) != told or process.parked or not process.link.connected
+
     try:
-        if not process.peak_bytes:
+        if not process.peak_bytes and not told:
             process_memory.forget_peak(())
         window: list[int] = []
-        for samples, last in read(process_memory.allocations, WINDOW_S, lambda: _is_done(process)):
+        for samples, last in read(process_memory.allocations, WINDOW_S, is_done):
             process.link.say(
                 {
                     "type": "counted",

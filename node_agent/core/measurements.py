@@ -15,6 +15,8 @@ from protocol.worker import Order
 #: A task that has run for so long without a step has its memory sampled, and again after so long: while its mini-batch
 #: time is unknown, and while it is known.
 SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S = 10.0, 60.0, 300.0
+#: How long the answer of a task that tells its steps is waited for: it is sampled once, for 20 s.
+PASSES_S = 60.0
 SMOOTHING = 0.2  #: weight of the newest reading of a device's use
 
 
@@ -62,33 +64,46 @@ def _smoothed(before: float | None, readings: list[float | None]) -> float | Non
 
 
 def _have_memory_sampled(node: NodeState) -> None:
-    """Have the memory of tasks that tell nothing of their steps sampled by the first of their processes."""
-    for task in _untold(node):
-        if not task.facts.connected or task.facts.step > task.facts.start_step:
+    """Have the first process of tasks that tell nothing of their steps sample its memory, of others once."""
+    for task in _running(node):
+        told = task.facts.source == "steps"
+        if not task.facts.connected or (
+            task.facts.passes_asked_at if told else task.facts.step > task.facts.start_step
+        ):
             continue
         if not task.facts.sample_at:
             node.learn(task.id, sample_at=node.now + SAMPLE_AFTER_S)
         elif node.now >= task.facts.sample_at:
             order = Order("sample", node.facts.incarnation, node.next_order_seq())
             node.effects.append(OrderWorker(task.id, order, 0))
-            known = task.facts.source != "unknown"
-            due_s = SAMPLE_KNOWN_S if known else SAMPLE_EVERY_S
-            node.learn(task.id, sample_at=node.now + due_s, sampled=True)
+            if told:
+                node.learn(task.id, passes_asked_at=node.now)
+            else:
+                known = task.facts.source != "unknown"
+                due_s = SAMPLE_KNOWN_S if known else SAMPLE_EVERY_S
+                node.learn(task.id, sample_at=node.now + due_s, sampled=True)
 
 
-def _untold(node: NodeState) -> list[Task]:
-    """Return the running tasks that do not tell their mini-batch time."""
-    return [task for task in node.in_order() if isinstance(task.state, Running) and task.facts.source != "steps"]
+def _running(node: NodeState) -> list[Task]:
+    return [task for task in node.in_order() if isinstance(task.state, Running)]
 
 
 def tasks_alone(node: NodeState) -> list[Task]:
     """Return the running tasks that have their devices to themselves at the moment."""
     users = Counter(device for task in node.tasks.values() if task.occupies for device in task.devices)
-    running = (task for task in node.in_order() if isinstance(task.state, Running))
-    return [task for task in running if all(users[device] == 1 for device in task.devices)]
+    return [task for task in _running(node) if all(users[device] == 1 for device in task.devices)]
 
 
 def unmeasured(node: NodeState) -> dict[TaskId, tuple[GpuId, ...]]:
-    """Return the tasks that do not tell their mini-batch time, with the devices that may show it: those all theirs."""
+    """Return the tasks whose signals are looked at, with the devices that may show them: those all theirs.
+
+    These are the tasks that do not tell their mini-batch time, and those that tell it and sample their memory now.
+    """
     single = {task.id for task in tasks_alone(node)}
-    return {task.id: tuple(sorted(task.devices)) if task.id in single else () for task in _untold(node)}
+    found: dict[TaskId, tuple[GpuId, ...]] = {}
+    for task in _running(node):
+        if task.facts.source != "steps":
+            found[task.id] = tuple(sorted(task.devices)) if task.id in single else ()
+        elif task.facts.passes_asked_at and node.now < task.facts.passes_asked_at + PASSES_S:
+            found[task.id] = ()
+    return found

@@ -150,6 +150,7 @@ def _measured(task: Task, now: float) -> Measured:
         trough_bytes=facts.trough_bytes,
         reserved_bytes=facts.reserved_bytes,
         periods=facts.periods,
+        micro_batches=facts.micro_batches,
         parked_bytes=facts.parked_bytes,
         utilisation=facts.utilisation,
         cost_s=facts.suspend_s + facts.resume_s,

@@ -56,6 +56,8 @@ KEPT_PROOF_S = 5.0
 RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
 LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
 STACKS_CHARS_MAX = 1500
+#: A step is a whole number of periods if it is no further from one than this part of a period.
+WHOLE = 0.15
 
 
 def started(node: NodeState, event: WorkerStarted) -> None:
@@ -300,11 +302,22 @@ def _not_suspended(node: NodeState, task: Task, event: ProcessCheckpointed) -> N
 
 
 def estimated(node: NodeState, event: Estimated) -> None:
-    """Take in a mini-batch time estimated from a signal, unless the worker tells its own."""
+    """Take in a mini-batch time estimated from a signal; of a worker that tells its own, how many passes make one."""
     task = node.tasks.get(event.task)
-    if task is not None and task.facts.source != "steps":
+    if task is None:
+        return
+    if task.facts.source == "steps":
+        passes = _whole(task.facts.step_s, event.periods.get("allocator", 0.0)) or task.facts.micro_batches
+        node.learn(event.task, micro_batches=passes)
+    else:
         found = {"step_s": event.step_s, "source": event.source, "confidence": event.confidence}
         node.learn(event.task, **found, periods=event.periods, swing_bytes=event.swing_bytes)
+
+
+def _whole(step_s: float, period_s: float) -> int:
+    """Return how many periods make a step, from two on; 0 if that is no whole number, or one."""
+    ratio = step_s / period_s if period_s > 0.0 else 0.0
+    return round(ratio) if ratio > 1.5 and abs(ratio - round(ratio)) <= WHOLE else 0
 
 
 def flushed(node: NodeState, task_id: TaskId, error: str) -> None:

@@ -117,6 +117,8 @@ class Settings(Struct, frozen=True):
     log_max_bytes: int = 0  #: room that the output of a task takes on the disk; 0: not bounded
     memory_dir: Path | None = None  #: on tmpfs; where workers that leave may put their checkpoints
     mps: frozenset[GpuId] = frozenset()  #: the GPUs whose jobs are clients of MPS
+    mps_memory_share: float = 1.0  #: of a GPU's memory, that a client may take
+    mps_thread_share: float = 1.0  #: of its threads, that a client may use
     launcher: Path | None = None  #: its socket; None: tasks are started here, as this user
     terminals: str = ""  #: where their owners come to the terminals of tasks, ``HOST:PORT``; empty: nowhere
     address: str = ""  #: by which other hosts reach this one
@@ -718,7 +720,15 @@ class Workers:
             return MpsClient()
         client = await asyncio.to_thread(self._mps.client, gpu, has_clients=bool(self._clients(gpu)))
         self._post(MpsChecked(gpu, client.trouble))
-        return client
+        # Jobs on virtual GPUs get no variables of MPS.
+        return replace(client, env=client.env | self._mps_limits(gpu)) if client.env else client
+
+    def _mps_limits(self, gpu: GpuId) -> dict[str, str]:
+        """Return the variables that limit a client from its start on; none for what the settings leave unlimited."""
+        share, whole_bytes = self._settings.mps_memory_share, 0
+        if share < 1.0:
+            whole_bytes = next((each.memory_bytes for each in self._backend.devices() if each.gpu == gpu), 0)
+        return mps.limits(gpu, int(share * whole_bytes), self._settings.mps_thread_share)
 
     def _clients(self, gpu: GpuId) -> list[MpsMark]:
         """Return the marks of the living clients on a GPU."""

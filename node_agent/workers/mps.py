@@ -10,11 +10,13 @@ must be set before CUDA starts: a worker is a client of MPS all its life, or nev
    without MPS, and `MpsClient.trouble` says why in a sentence.
 3. The daemon and its clients name the GPU by its UUID, so that neither counts GPUs in its own way.
 
-Memory and threads of a client are not limited here. Either limit would be fixed at its start and hold also while the
-job has the GPU to itself, as most have for most of the time; jobs that run together get a limit on their memory from
-the library, which changes as they meet and part.
+Memory and threads of a client are limited only where an administrator says so. Either limit is fixed as the client
+starts, also if the daemon is told another one later, and holds while the job has the GPU to itself, as most have for
+most of the time. No job has a known peak by then. Jobs that run together get a limit on their memory from the library,
+which changes as they meet and part.
 
-*Sources:* NVIDIA's documentation of MPS (deploy/mps); its words on states and faults are not tried out on a GPU.
+*Sources:* NVIDIA's documentation of MPS (deploy/mps), where a new limit does not affect existing clients; its words on
+states and faults are not tried out on a GPU.
 """
 
 from __future__ import annotations
@@ -46,6 +48,8 @@ CONTROL = "nvidia-cuda-mps-control"
 PROGRAM = CONTROL[:15]
 PIPE = "CUDA_MPS_PIPE_DIRECTORY"
 LOGS = "CUDA_MPS_LOG_DIRECTORY"
+MEMORY_LIMIT = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
+THREAD_LIMIT = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"
 #: The folder of all pipes, in the one for sockets, and that of all logs, in the state directory.
 PIPES, ALL_LOGS = "mps-pipes", "mps"
 #: Below the folder of all pipes: a folder's name of 16 bytes, and the daemon's longest name in it.
@@ -367,6 +371,12 @@ class MpsDaemons:
                 write_json(self._standing, MpsStanding(self._troubles))
         if trouble:
             log.warning("mps.absent", gpu=gpu, reason=trouble)
+
+
+def limits(gpu: GpuId, memory_bytes: int, thread_share: float) -> dict[str, str]:
+    """Return the variables that limit a client on this GPU; 0 bytes, or all threads, are no limit."""
+    memory = {MEMORY_LIMIT: f"{gpu}={max(1, memory_bytes // 2**20)}M"} if memory_bytes else {}
+    return memory | ({THREAD_LIMIT: str(max(1, round(100 * thread_share)))} if thread_share < 1.0 else {})
 
 
 def _told(gpu: GpuId, why: str) -> str:

@@ -118,7 +118,7 @@ class Stage:
                 case StartWorker(task=task, gpus=gpus):
                     self.acts.append((task, "start"))
                     self._start(task, gpus[0])
-                case OrderWorker(task=task, order=order):
+                case OrderWorker(task=task, order=order) if order.do != "sample":  # that reads its memory, no more
                     self.acts.append((task, order.do))
                     if order.do == "leave":
                         self._end(task)

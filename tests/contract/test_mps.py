@@ -118,6 +118,21 @@ def test_a_setting_that_cannot_be_is_one_error_with_the_mend(fields: dict[str, o
     assert told in str(caught.value)
 
 
+@pytest.mark.parametrize("field", ["mps_memory_share", "mps_thread_share"])
+@pytest.mark.parametrize("share", [0.0, -0.5, 1.5, 50])
+def test_a_limit_that_is_no_part_of_a_gpu_is_one_error_with_the_mend(field: str, share: float) -> None:
+    with pytest.raises(ConfigError, match=rf"node.toml: {field} is {share}.*; write a part of the GPU from 0.01 to 1"):
+        parse({"node": "n1", "gpus": "nvml", field: share}, source="node.toml")
+
+
+def test_the_limits_of_a_client_are_the_variables_that_nvidia_documents() -> None:
+    assert mps.limits(GpuId(UUID), 0, 1.0) == {}
+    assert mps.limits(GpuId(UUID), 3 * MIB // 2, 0.255) == {
+        "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT": f"{UUID}=1M",
+        "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": "26",
+    }
+
+
 @pytest.mark.parametrize(
     ("setting", "which"), [((), []), ([], []), ("all", [0, 1]), ([1], [1]), ([UUID], [1]), ([0, UUID], [0, 1])]
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
+from benchmarks.period import rng_of
+from benchmarks.periods.traces import COUNTER_RANDOM, Loop, counter_trace
 from launch import views
 from node_agent.core.events import (
     CheckpointProcess,
@@ -15,8 +17,8 @@ from node_agent.core.events import (
     WorkerStarted,
 )
 from node_agent.core.ladder import DRIVER_GRACE_S, READY_S, TROUGH_CYCLES
-from node_agent.core.measurements import SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S
-from node_agent.introspection import Estimate, agreed
+from node_agent.core.measurements import PASSES_S, SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S
+from node_agent.introspection import Estimate, agreed, from_counter
 from protocol.messages import StepSource, TaskId
 from protocol.worker import TROUGH_S, Counted, Order, Refused
 from tests.support.node_harness import GIB, Bench, hello, process, progress, sample, task_order
@@ -58,10 +60,49 @@ def test_a_task_whose_period_is_known_is_sampled_less_often() -> None:
     assert len(sampled(bench, 1.0)) == 1
 
 
-def test_a_task_that_tells_its_steps_is_not_sampled() -> None:
+def test_a_task_that_tells_its_steps_is_sampled_once_and_looked_at_until_it_has_answered() -> None:
     bench = silent()
     bench.worker(TASK, progress(5))
-    assert [sampled(bench, after_s) for after_s in (0.0, SAMPLE_AFTER_S, SAMPLE_EVERY_S)] == [[], [], []]
+    assert sampled(bench, 0.0) == []
+    assert bench.core.unmeasured() == {}
+    (one,) = sampled(bench, SAMPLE_AFTER_S)
+    assert (one.task, one.rank) == (TASK, 0)
+    assert bench.core.unmeasured() == {TASK: ()}, "its activity is of no interest"
+    assert [sampled(bench, after_s) for after_s in (PASSES_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S)] == [[], [], []]
+    assert bench.core.unmeasured() == {}
+
+
+@pytest.mark.parametrize("micro", [1, 2, 3, 4, 8])
+def test_of_a_task_that_tells_its_steps_the_period_of_its_memory_tells_in_how_many_passes_it_accumulates(
+    micro: int,
+) -> None:
+    trace = counter_trace(rng_of(5, micro), Loop((0.2 * micro, 0.3 * micro), micro=micro), COUNTER_RANDOM)
+    found = from_counter(trace.times_s, trace.values)
+    assert found is not None
+    bench = silent()
+    bench.worker(TASK, replace(progress(5), step_s=trace.period_s))
+    bench.say(Estimated(TaskId(TASK), found.period_s, "allocator", 0.9, {"allocator": found.period_s}))
+    status = bench.status(TASK)
+    assert status.measured.micro_batches == (micro if micro > 1 else 0)
+    assert (status.step_s, status.measured.source, status.measured.periods) == (trace.period_s, "steps", {})
+
+
+def test_signals_that_differ_because_gradients_are_accumulated_are_no_disagreement_where_steps_are_told() -> None:
+    bench = silent()
+    bench.worker(TASK, replace(progress(5), step_s=0.8))
+    bench.say(Estimated(TaskId(TASK), 0.0, "unknown", 0.0, {"allocator": 0.2, "gpm": 0.8}))
+    measured = bench.status(TASK).measured
+    assert (bench.status(TASK).step_s, measured.source, measured.micro_batches) == (0.8, "steps", 4)
+    assert views.timed_by({"measured": {"source": "steps", "micro_batches": 4}}) == "steps of 4 micro-batches"
+    assert views.timed_by({"measured": {"source": "steps", "micro_batches": 0}}) == "steps"
+
+
+@pytest.mark.parametrize("period_s", [0.0, 0.55, 0.8, 1.6])
+def test_a_period_that_makes_no_whole_number_of_passes_tells_none(period_s: float) -> None:
+    bench = silent()
+    bench.worker(TASK, replace(progress(5), step_s=0.8))
+    bench.say(Estimated(TaskId(TASK), period_s, "allocator", 0.9, {"allocator": period_s} if period_s else {}))
+    assert bench.status(TASK).measured.micro_batches == 0
 
 
 def test_a_task_that_makes_its_first_steps_or_is_not_connected_is_not_sampled() -> None:

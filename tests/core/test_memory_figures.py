@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from app_agent.training import boundary, figures, memory_cycle, orders, process_memory
-from app_agent.training.agent_link import BEAT_S
+from app_agent.training.agent_link import BEAT_S, AgentLink
 from app_agent.training.process_memory import Reading
 from app_agent.training.state import Identity
 from app_agent.training.training_process import TrainingProcess
@@ -429,7 +429,7 @@ def test_a_trough_that_nobody_waits_for_any_more_is_passed_by(
 
 
 @pytest.mark.parametrize("tells", ["optimizer", "step_end", "nothing"])
-def test_only_a_script_that_tells_nothing_of_its_steps_is_sampled(tells: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_script_is_sampled_by_one_thread_at_a_time(tells: str, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = []
     monkeypatch.setattr(memory_cycle.threading.Thread, "start", lambda thread: begun.append(thread.name))
     one = process()
@@ -439,5 +439,27 @@ def test_only_a_script_that_tells_nothing_of_its_steps_is_sampled(tells: str, mo
         one.begin_explicit()
     for seq in (1, 2):
         orders.take(one, {"do": "sample", "gen": 1, "seq": seq, "at_step": -1, "bytes": 0})
-    assert begun == (["gpu-arbiter-cycle"] if tells == "nothing" else [])
+    assert begun == ["gpu-arbiter-cycle"]
     assert one.order is None
+
+
+def test_of_a_script_that_tells_its_steps_samples_leave_its_figures_and_its_own_peak_as_they_are(
+    cuda: PlayedCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory_cycle, "WINDOW_S", PATIENCE_S)
+    monkeypatch.setattr(process_memory, "forget_peak", lambda devices: pytest.fail("the peak is forgotten"))
+    cuda._initialized = True
+    one = process()
+    monkeypatch.setattr(AgentLink, "connected", True)
+    one.optimizer_stepped()
+    before = one.cycle_bytes, one.trough_bytes, one.peak_bytes
+    orders.take(one, {"do": "sample", "gen": 1, "seq": 1, "at_step": -1, "bytes": 0})
+    until = time.monotonic() + PATIENCE_S
+    while not one.link._outbox:
+        assert time.monotonic() < until
+        one.optimizer_stepped()
+    one.parked = True  # what is in memory now is no part of the cycle
+    while one.sampled:
+        assert time.monotonic() < until
+        time.sleep(0.001)
+    assert (one.cycle_bytes, one.trough_bytes, one.peak_bytes) == before

@@ -102,6 +102,7 @@ _STATUS = TaskStatus(
         unsaved_s=0.5,
         reserved_bytes=2**31,
         periods={"gpm": 0.5, "utilisation": 0.51},
+        micro_batches=4,
     ),
     samples=7680,
     unflushed=True,

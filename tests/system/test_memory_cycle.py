@@ -31,6 +31,8 @@ while True:
     activations.close()
     time.sleep(max(0, begun + number * {PERIOD_S} - time.monotonic()))
 """
+#: The same with a step after each fourth of them.
+ACCUMULATING = "from app_agent import session" + MANUAL + "    if number % 4 == 0:\n        session.step_end()\n"
 #: Tells of its steps once it is told to.
 LATE_STEPS = """
 import sys, time
@@ -81,11 +83,25 @@ def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAg
         agent.wait(Counted, seq=order.seq, last=True)
         agent.wait(Progress, step=lambda step: step > 3)
         agent.wait(Progress, seq=agent.order("trough").seq)  # at the end of a mini-batch
-        again = agent.order("sample")
-        answer = agent.order("tell")
-        agent.wait(Progress, seq=answer.seq)
-    assert len([line for line in agent.heard if isinstance(line, Counted)]) < 15
-    assert not [line for line in agent.heard if isinstance(line, Counted) and line.seq == again.seq]
+        assert len([line for line in agent.heard if isinstance(line, Counted)]) < 15
+        agent.wait(
+            Counted, seq=agent.order("sample").seq
+        )  # of a script that tells its steps, its passes are looked for
+
+
+@pytest.mark.timeout(300)
+async def test_a_node_agent_tells_in_how_many_passes_a_script_with_steps_accumulates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurements, "SAMPLE_AFTER_S", 5.0)
+    async with node_site(tmp_path, backend=SimulatedBackend(NODE, 1), bootstrap_dir=str(bootstrap_dir())) as site:
+        await site.plan(task_order(tmp_path, "ana-1.0-a0", sys.executable, "-c", ACCUMULATING))
+        report = await site.report(
+            lambda told: any(task.measured.micro_batches for task in told.tasks), patience_s=150.0
+        )
+    (status,) = report.tasks
+    assert (status.measured.source, status.measured.micro_batches) == ("steps", 4)
+    assert status.step_s == pytest.approx(4 * PERIOD_S, rel=0.05)
 
 
 @pytest.mark.timeout(300)

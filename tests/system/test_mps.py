@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from node_agent import procfs
 from node_agent.config import ConfigError
 from node_agent.workers import manager
-from node_agent.workers.mps import CONTROL, PIPE, PIPES, MpsDaemons
+from node_agent.workers.mps import CONTROL, MEMORY_LIMIT, PIPE, PIPES, THREAD_LIMIT, MpsDaemons
 from node_agent.workers.records import Records
 from protocol.messages import GpuId, GpuStatus, LaunchSpec, NodeReport, TaskId, TaskOrder, seat
 from tests.support.node_site import Site, find_task, node_site, task_order
@@ -114,9 +114,10 @@ async def test_two_packed_jobs_are_clients_of_a_daemon_that_the_next_node_agent_
         assert env(tmp_path, "ana-1.0-a0")["CUDA_VISIBLE_DEVICES"] == driver.cards[0].uuid
         first = daemon(tmp_path, "ana-1.0-a0")
         assert not status(report, driver, 1).detail
+        assert not env(tmp_path, "ana-1.0-a0").keys() & {MEMORY_LIMIT, THREAD_LIMIT}, "by default there is none"
     assert lives(first), "it has clients"
 
-    async with node_site(tmp_path, **settings) as site:
+    async with node_site(tmp_path, **settings, mps_memory_share=0.5, mps_thread_share=0.6) as site:
         site.epoch = 2
         await pack(site, ana, bob)
         assert daemon(tmp_path, "ana-1.0-a0") == first
@@ -137,6 +138,10 @@ async def test_two_packed_jobs_are_clients_of_a_daemon_that_the_next_node_agent_
         assert PIPE not in env(tmp_path, "ana-1.0-a1"), "a job of a fault is no client any more"
         second = daemon(tmp_path, "eve-1.0-a0")
         assert second != first
+        limited = env(tmp_path, "eve-1.0-a0")
+        own = driver.cards[1]
+        assert (limited[MEMORY_LIMIT], limited[THREAD_LIMIT]) == (f"{own.uuid}={own.total // 2}M", "60")
+        assert not env(tmp_path, "ana-1.0-a1").keys() & {MEMORY_LIMIT, THREAD_LIMIT}, "it is no client"
     assert not lives(first)
     assert not lives(second)
 
