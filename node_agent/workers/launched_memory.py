@@ -32,7 +32,7 @@ LOOK_S, FLUSH_S = 20.0, 3600.0
 
 
 class LaunchedMemory:
-    """As `flush.MemoryCheckpoints`, of several users. Its methods wait for a user's process: call them by `aside`.
+    """As `flush.MemoryCheckpoints`, of several users. Its methods wait for processes of users: see `in_own_thread`.
 
     Parameters
     ----------
@@ -115,7 +115,7 @@ class LaunchedMemory:
             return Kept(error=f"no helper has told of the checkpoint in memory of {owner.job}: {error}")
 
 
-async def aside(call: Callable[..., Any], *given: object) -> Any:
+async def in_own_thread(call: Callable[..., Any], *given: object) -> Any:
     """Return what a call returns that waits for a user's process, which may never answer: nothing else waits for it."""
     loop, result = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 

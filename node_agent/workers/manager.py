@@ -52,7 +52,7 @@ from node_agent.launcher.requests import Start
 from node_agent.workers import containment, doors, mps, trackers
 from node_agent.workers.containment import Bounds, ContainmentError, Limits, Standing
 from node_agent.workers.flush import KEPT_S, MemoryCheckpoints, Owner
-from node_agent.workers.launched_memory import LaunchedMemory, aside
+from node_agent.workers.launched_memory import LaunchedMemory, in_own_thread
 from node_agent.workers.logs import LOOK_S, Logs, Part
 from node_agent.workers.mps import MpsClient, MpsDaemons
 from node_agent.workers.records import (
@@ -793,7 +793,7 @@ class Workers:
             self._tasks.create_task(keeping, name=f"keep memory of {spec.job}")
 
     async def _of_memory(self, call: Callable[..., Any], *given: object) -> Any:
-        return await (asyncio.to_thread if self._launcher is None else aside)(call, *given)
+        return await (asyncio.to_thread if self._launcher is None else in_own_thread)(call, *given)
 
     async def _keep(self, memory: MemoryCheckpoints | LaunchedMemory, owner: Owner, *, tell: bool) -> None:
         """Flush a checkpoint in host memory, and keep it a while for an attempt that starts here."""

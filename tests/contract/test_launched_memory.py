@@ -12,7 +12,7 @@ import pytest
 from node_agent.launcher.requests import Drive, Keep, Keeping
 from node_agent.workers import launched_memory, supervisors
 from node_agent.workers.flush import Owner
-from node_agent.workers.launched_memory import LaunchedMemory, aside
+from node_agent.workers.launched_memory import LaunchedMemory, in_own_thread
 from node_agent.workers.memory_helper import answer
 from node_agent.workers.supervisors import CannotStart, Launcher
 from protocol.messages import JobId, TaskId
@@ -73,9 +73,9 @@ def test_what_a_helper_of_a_user_says_is_read_within_bounds(
 async def test_no_other_call_waits_for_a_helper_that_does_not_answer() -> None:
     reader, writer = os.pipe()
     async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as group:
-        hung = [group.create_task(aside(os.read, reader, 1)) for _ in range(40)]
+        hung = [group.create_task(in_own_thread(os.read, reader, 1)) for _ in range(40)]
         await asyncio.sleep(0)
-        assert await aside(str, 7) == "7"
+        assert await in_own_thread(str, 7) == "7"
         assert await asyncio.to_thread(str, 8) == "8"
         for one in hung:
             one.cancel()
