@@ -620,7 +620,7 @@ async def test_a_deleted_inbox_is_a_lost_connection_and_not_silence(site: Site, 
 
 async def test_a_wrong_password_is_refused_and_an_absent_broker_is_lost(site: Site) -> None:
     from protocol.bus.amqp import AmqpBus
-    from tests.support.rabbitmq import free_port
+    from tests.support.ports import free_port
 
     if not isinstance(site, AmqpSite):
         pytest.skip("the in-process broker has no passwords")
@@ -634,8 +634,8 @@ async def test_a_wrong_password_is_refused_and_an_absent_broker_is_lost(site: Si
 
 async def test_of_several_brokers_one_that_answers_is_found_and_tried_first_the_next_time(site: Site) -> None:
     from protocol.bus.amqp import AmqpBus
+    from tests.support.ports import free_port
     from tests.support.proxy import Proxy
-    from tests.support.rabbitmq import free_port
 
     if not isinstance(site, AmqpSite):
         pytest.skip("the in-process broker is alone")

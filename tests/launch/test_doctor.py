@@ -26,7 +26,7 @@ from node_agent.workers.manager import STANDING
 from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.messages import GpuId
-from tests.support.rabbitmq import free_port
+from tests.support.ports import free_port
 from tests.support.stand_in import StandIn, cards
 
 UNITS = Path(doctor.__file__).parent / "site" / "systemd"

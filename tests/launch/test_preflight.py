@@ -29,7 +29,7 @@ from protocol.messages import Act, Query
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import Reply, hand_arbiter
 from tests.support.patience import PATIENCE_S
-from tests.support.rabbitmq import free_port
+from tests.support.ports import free_port
 from tests.support.wishes import made
 
 CAPACITY = {

@@ -16,7 +16,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tests.support.patience import PATIENCE_S
-from tests.support.rabbitmq import _die_with_parent, free_port
+from tests.support.ports import free_port
+from tests.support.rabbitmq import _die_with_parent
 from tests.support.startable import Startable
 
 PROGRAMS = next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)), Path("/nowhere"))

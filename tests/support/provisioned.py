@@ -9,7 +9,8 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from launch import cli
-from tests.support.rabbitmq import PrivateRabbitMQ, Provisioned, free_port
+from tests.support.ports import free_port
+from tests.support.rabbitmq import PrivateRabbitMQ, Provisioned
 from tests.support.startable import Startable
 
 

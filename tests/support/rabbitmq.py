@@ -24,6 +24,7 @@ from protocol.bus.provision import broker_config
 from protocol.messages import Party
 from protocol.topology import Topology
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.startable import Startable
 
 SERVER = Path("/usr/lib/rabbitmq/bin/rabbitmq-server")
@@ -50,14 +51,6 @@ def available() -> bool:
 
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _password_hash(password: str) -> str:

@@ -57,7 +57,7 @@ from tests.support.app_harness import exited, status, terms
 from tests.support.app_state import with_plain_ids
 from tests.support.hand_arbiter import hand_arbiter
 from tests.support.patience import PATIENCE_S
-from tests.support.rabbitmq import free_port
+from tests.support.ports import free_port
 
 ResultT = TypeVar("ResultT")
 

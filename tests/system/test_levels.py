@@ -28,8 +28,9 @@ from tests.support import pages, postgres, rabbitmq
 from tests.support.memory_site import QUICK, MemorySite, playing
 from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
+from tests.support.ports import free_port
 from tests.support.postgres import PrivatePostgres
-from tests.support.rabbitmq import PrivateRabbitMQ, Provisioned, free_port
+from tests.support.rabbitmq import PrivateRabbitMQ, Provisioned
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -22,7 +22,8 @@ from protocol.bus import ConnectionLost
 from protocol.bus.amqp import AmqpBus
 from protocol.messages import ARBITER, Party
 from tests.support.cluster import DaemonProcess, until
-from tests.support.rabbitmq import PrivateRabbitMQ, free_port
+from tests.support.ports import free_port
+from tests.support.rabbitmq import PrivateRabbitMQ
 
 ADA = Party("app", "ada")
 
