@@ -19,8 +19,9 @@ from protocol import exit_codes
 if TYPE_CHECKING:
     from simulator.faults.runs import WorldVerdict
 
-#: Seconds before the first line of progress, and between two lines.
+#: Seconds before the first line of progress, and between two lines: on a terminal, and in a file.
 PATIENCE_S = 2.0
+PATIENCE_FILE_S = 60.0
 COUNT_MAX = 1_000_000
 
 
@@ -120,14 +121,15 @@ def _in_words(figures: dict[str, Any]) -> str:
 
 
 class _Progress:
-    """Shows a waiting person the progress."""
+    """Shows the progress to a person who waits, and to one who reads later how far a run came."""
 
     def __init__(self, total: int) -> None:
         self._total = total
-        self._next = time.monotonic() + PATIENCE_S
+        self._patience_s = PATIENCE_S if sys.stderr.isatty() else PATIENCE_FILE_S
+        self._next = time.monotonic() + self._patience_s
 
     def show(self, verdicts: list[WorldVerdict]) -> None:
-        """Write a line now and then, on a terminal."""
-        if sys.stderr.isatty() and time.monotonic() >= self._next:
-            self._next = time.monotonic() + PATIENCE_S
+        """Write a line now and then."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + self._patience_s
             note(f"{len(verdicts)} of {plural(self._total, 'world')}, {len(failed_of(verdicts))} failed")

@@ -25,6 +25,7 @@ from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Traits
 from arbiter.core.state.model import App
 from protocol.core import Received, Send
+from protocol.garbage import seldom_collected
 from protocol.gpu_kinds import counted, suits, wishes_kind
 from protocol.journal import JournalError
 from protocol.messages import AppReport, Holdings, NodeId, NodePlan, NodeReport, Requirements
@@ -122,7 +123,7 @@ def run_world(seed: int, *, policy: str = "", tell: Tell | None = None, mutant: 
 
     Without `tell` no lines are made at first, which is faster; a world that fails is run again for its last lines.
     """
-    with mutant():
+    with mutant(), seldom_collected():
         verdict = _Run(draw(seed, policy=policy), tell).verdict()
         if verdict.wrong and tell is None:
             lines: deque[str] = deque(maxlen=LINES_TOLD)

@@ -416,6 +416,12 @@ def test_the_command_prints_one_document_and_what_repeats_a_failure(monkeypatch:
     assert "gpu-arbiter worlds --seed 4 --count 1 --trace" in result.stdout
 
 
+def test_a_file_is_told_now_and_then_how_many_worlds_are_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launch.verbs.worlds.PATIENCE_FILE_S", 0.0)
+    result = CliRunner().invoke(command_line, ["worlds", "--count", "2", "--seed", "1", "--jobs", "1"])
+    assert result.stderr.splitlines() == ["1 of 2 worlds, 0 failed", "2 of 2 worlds, 0 failed"]
+
+
 def test_worlds_with_a_standby_can_be_run_alone() -> None:
     result = CliRunner().invoke(
         command_line, ["worlds", "--standby", "--count", "2", "--seed", "3", "--jobs", "1", "--json"]
