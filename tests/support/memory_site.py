@@ -14,6 +14,7 @@ import msgspec
 from msgspec.structs import replace
 from structlog.testing import capture_logs
 
+from app_agent.control import AsyncControl, ControlError
 from arbiter.config import ArbiterConfig
 from arbiter.daemon import run_arbiter
 from protocol.bus import BusError, Link, NotProvisioned, Outgoing
@@ -175,3 +176,16 @@ async def playing(folder: Path, url: str = "") -> AsyncIterator[MemorySite]:
             yield site
             for arbiter in site.arbiters:
                 arbiter.cancel()
+
+
+async def explained(control: AsyncControl, app: str, of: str) -> str:
+    """Return what `explain` says of an app, or why it does not, as soon as it speaks `of` this."""
+    async with asyncio.timeout(PATIENCE_S):
+        while True:
+            try:
+                said = str((await control.query("explain", app))["app"])
+            except ControlError as error:
+                said = error.sentence
+            if of in said:
+                return said
+            await asyncio.sleep(0.05)

@@ -14,7 +14,7 @@ import pytest
 
 from app_agent import control_server
 from app_agent.config import AppConfig
-from app_agent.control import AsyncControl, ControlError
+from app_agent.control import AsyncControl
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.core.arbiter import Arbiter, Event
@@ -25,7 +25,7 @@ from protocol.bus.memory import MemoryBus
 from protocol.journal.postgres import PostgresJournal
 from protocol.messages import EventFilter
 from tests.support import postgres
-from tests.support.memory_site import playing
+from tests.support.memory_site import explained, playing
 from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
@@ -60,18 +60,6 @@ async def test_while_the_disk_of_the_database_is_full_nobody_decides_and_all_goe
     control = AsyncControl(Path(config.socket))
     spec = AppSpec(trials=(("true",),), cwd=str(tmp_path), checkpoint_root=str(tmp_path))
 
-    async def explained(app: str, of: str) -> str:
-        """What `explain` says of an app, as soon as it says what is looked for."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    said = str((await control.query("explain", app))["app"])
-                except ControlError as error:
-                    said = error.sentence
-                if of in said:
-                    return said
-                await asyncio.sleep(0.05)
-
     async with playing(tmp_path, server.database()) as site:
         site.arbiter()
         await site.until_led(1)
@@ -80,7 +68,7 @@ async def test_while_the_disk_of_the_database_is_full_nobody_decides_and_all_goe
         agent = site.group.create_task(run_app_host(config, MemoryBus(site.broker), on_ready=ready.set))
         await ready.wait()
         first = await control.submit(spec)
-        await explained(first, of=first)
+        await explained(control, first, of=first)
 
         ballast = fill_up(server.folder / "data")
         if log_is_full:
@@ -91,11 +79,11 @@ async def test_while_the_disk_of_the_database_is_full_nobody_decides_and_all_goe
                 await asyncio.sleep(0.01)
         decided = len(site.said("round.closed"))
         second = await control.submit(spec)
-        said = await explained(second, of="the store at")
+        said = await explained(control, second, of="the store at")
         assert re.search(r"the store at \S+ does not answer as it should: .*No space left on device", said), said
         assert "while no arbiter decides, training goes on, and no app is granted a GPU or loses one" in said
         await asyncio.sleep(5 * RETRY_S)
-        later = await explained(second, of="the store at")
+        later = await explained(control, second, of="the store at")
         assert since(later) - since(said) < timedelta(seconds=RETRY_S), "it begins anew at each try"
         checks = {check.name: check for check in await asyncio.to_thread(lambda: list(doctor._running()))}
         assert (checks["store"].verdict, "No space left on device" in checks["store"].found) == ("fail", True)
@@ -106,14 +94,14 @@ async def test_while_the_disk_of_the_database_is_full_nobody_decides_and_all_goe
         if server.ended:
             server.start()
         for app in (first, second):
-            await explained(app, of=app)
+            await explained(control, app, of=app)
         assert (await control.ping())["outage"] == ""
 
         server.kill()
-        again = await explained(second, of="the store at")
+        again = await explained(control, second, of="the store at")
         assert since(again) - since(said) > timedelta(seconds=3 * RETRY_S), "it is another outage"
         server.start()
-        await explained(second, of=second)
+        await explained(control, second, of=second)
         agent.cancel()
     with closing(PostgresJournal[Event].of(site.url, Event, program="99")) as journal:
         loaded = journal.load()

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from app_agent import control_server
 from app_agent.config import AppConfig
-from app_agent.control import AsyncControl, ControlError
+from app_agent.control import AsyncControl
 from app_agent.core.spec import AppSpec
 from app_agent.daemon import run_app_host
 from arbiter.config import ArbiterConfig
@@ -38,7 +38,7 @@ from protocol.messages import (
 )
 from protocol.shell import Shell
 from tests.support import postgres
-from tests.support.memory_site import QUICK, MemorySite, playing
+from tests.support.memory_site import QUICK, MemorySite, explained, playing
 from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
 from tests.support.postgres import PrivatePostgres
@@ -187,18 +187,6 @@ async def test_while_the_database_is_away_owners_are_told_which_store_it_is_and_
     monkeypatch.setenv("GPU_ARBITER_URL", f"unix://{config.socket}")
     control = AsyncControl(Path(config.socket))
 
-    async def words(of: str) -> str:
-        """Ask until the words come that are looked for, whatever is said until then."""
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                try:
-                    said = str((await control.query("explain", app))["app"])
-                except ControlError as error:
-                    said = error.sentence
-                if of in said:
-                    return said
-                await asyncio.sleep(0.05)
-
     async with playing(tmp_path, server.database()) as site:
         site.arbiter()
         await site.until_led(1)
@@ -206,14 +194,14 @@ async def test_while_the_database_is_away_owners_are_told_which_store_it_is_and_
         agent = site.group.create_task(run_app_host(config, MemoryBus(site.broker), on_ready=ready.set))
         await ready.wait()
         app = await control.submit(AppSpec(trials=(("true",),), cwd=str(tmp_path), checkpoint_root=str(tmp_path)))
-        await words(of=app)
+        await explained(control, app, of=app)
         assert (await control.ping())["outage"] == ""
         place = site.url
         (store,) = [await asyncio.to_thread(doctor._store, place)]
         assert "has led last, in epoch" in store.found
         before = datetime.now(UTC)
         server.kill()
-        said = await words(of="the store at")
+        said = await explained(control, app, of="the store at")
         assert re.match(rf"the arbiter has not answered within 0.5 s: the store at {re.escape(place)} does not", said)
         assert "no app is granted a GPU or loses one" in said
         (since,) = re.findall(r", since (.*) UTC; ", said)
@@ -222,7 +210,7 @@ async def test_while_the_database_is_away_owners_are_told_which_store_it_is_and_
         assert (checks["store"].verdict, place in checks["store"].found) == ("fail", True)
         assert (await asyncio.to_thread(doctor._store, place)).verdict == "fail"
         server.start()
-        await words(of=app)
+        await explained(control, app, of=app)
         assert (await control.ping())["outage"] == ""
         agent.cancel()
 
