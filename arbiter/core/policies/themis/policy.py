@@ -398,8 +398,8 @@ def within_tenants(
 
 
 def _is_same(one: View, other: View) -> bool:
-    """Whether two views are the very same, but for the apps that saw the offer."""
-    fields = (name for name in View.__struct_fields__ if name != "offered")
+    """Whether two views are the very same, but for the apps that saw the offer and what apps are told."""
+    fields = (name for name in View.__struct_fields__ if name not in ("offered", "tells", "explains"))
     return all(getattr(one, name) is getattr(other, name) for name in fields)
 
 
