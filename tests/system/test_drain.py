@@ -34,34 +34,22 @@ from tests.support.rabbitmq import ADMIN, PrivateRabbitMQ, available
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
-#: Makes its mini-batches, writing down each; saves when told to leave, and goes on where it was.
-SAVES = """
-    import sys, time
-    from app_agent import session
-    record, steps = sys.argv[1], 100_000
-    session.init(total_steps=steps)
-    state = []
-    def save(folder):
-        open(folder + "/state", "w").write(repr(state))
-    def load(folder):
-        state[:] = eval(open(folder + "/state").read())
-    for step in range(session.restore(load), steps):
-        assert state == list(range(step)), f"step {step} was restored from {state}"
-        time.sleep(0.05)
-        state.append(step)
-        print(step, file=open(record, "a"), flush=True)
-        if session.step_end(step, save=save):
-            sys.exit(session.EXIT_REQUEUE)
-    """
+SAVES = (sys.executable, str(Path(__file__).parents[1] / "support" / "saving_steps.py"))
 #: Counts tenths of seconds until it is told that it may end; it knows nothing of sessions.
-CANNOT = """
-    import os, sys, time
-    record, step = sys.argv[1], 0
-    while not os.path.exists(record + ".end"):
-        time.sleep(0.1)
-        print(step, file=open(record, "a"), flush=True)
-        step += 1
-    """
+CANNOT = (
+    sys.executable,
+    "-c",
+    textwrap.dedent(
+        """
+        import os, sys, time
+        record, step = sys.argv[1], 0
+        while not os.path.exists(record + ".end"):
+            time.sleep(0.1)
+            print(step, file=open(record, "a"), flush=True)
+            step += 1
+        """
+    ),
+)
 DDP = Path(__file__).parents[1] / "support" / "ddp_train.py"
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", str(DDP), "ddp", "100000", "50")
 SETTINGS = ArbiterSettings(
@@ -83,7 +71,7 @@ class SixApps:
         self.environment = os.environ | {"GPU_ARBITER_URL": f"unix://{site.socket}"}
         self.apps = {
             "gang": self.submit("gang", SAVES, gang=2),
-            "torchrun": self.submit("torchrun", "", gang=2),
+            "torchrun": self.submit("torchrun", TORCHRUN, gang=2),
             "one": self.submit("one", SAVES),
             "one-2": self.submit("one-2", SAVES, preempt_by="suspend"),
             "cannot": self.submit("cannot", CANNOT),
@@ -91,11 +79,12 @@ class SixApps:
         }
         self.saving = ["gang", "one", "one-2", "search.0", "search.1"]
 
-    def submit(self, name: str, script: str, *, gang: int = 1, trials: int = 1, preempt_by: Any = "auto") -> str:
-        program = (sys.executable, "-c", textwrap.dedent(script)) if script else TORCHRUN
+    def submit(
+        self, name: str, program: tuple[str, ...], *, gang: int = 1, trials: int = 1, preempt_by: Any = "auto"
+    ) -> str:
         records = [name] if trials == 1 else [f"{name}.{number}" for number in range(trials)]
         spec = AppSpec(
-            trials=tuple((*program, str(self.folder / record)) if script else program for record in records),
+            trials=tuple(program if program is TORCHRUN else (*program, str(self.folder / each)) for each in records),
             cwd=str(self.folder),
             checkpoint_root=str(self.folder / "checkpoints"),
             name=name,

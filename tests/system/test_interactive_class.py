@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,25 +19,7 @@ from tests.support.patience import PATIENCE_S
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 PROGRAM = (sys.executable, "-m", "launch.cli")
-#: Makes its mini-batches, writing down each; saves when told to leave, and goes on where it was.
-SCRIPT = """
-    import sys, time
-    from app_agent import session
-    record, steps = sys.argv[1], int(sys.argv[2])
-    session.init(total_steps=steps)
-    state = []
-    def save(folder):
-        open(folder + "/state", "w").write(repr(state))
-    def load(folder):
-        state[:] = eval(open(folder + "/state").read())
-    for step in range(session.restore(load), steps):
-        assert state == list(range(step)), f"step {step} was restored from {state}"
-        time.sleep(0.05)
-        state.append(step)
-        print(step, file=open(record, "a"), flush=True)
-        if session.step_end(step, save=save):
-            sys.exit(session.EXIT_REQUEUE)
-    """
+SCRIPT = str(Path(__file__).parents[1] / "support" / "saving_steps.py")
 GPUS = 4
 #: The interactive app waits for its victim to save and leave, and for a Python to start on this machine.
 FIRST_STEP_S = 15.0
@@ -64,8 +45,7 @@ class Site:
         return done.stdout.strip()
 
     def submit(self, name: str, steps: int, *options: str) -> str:
-        script = textwrap.dedent(SCRIPT)
-        words = ("--name", name, "--grace", "20s", *options, "--", sys.executable, "-c", script, self.record(name))
+        words = ("--name", name, "--grace", "20s", *options, "--", sys.executable, SCRIPT, self.record(name))
         return self.run("submit", *words, str(steps))
 
     def record(self, name: str) -> str:
