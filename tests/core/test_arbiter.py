@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import asdict
 
 from arbiter.core.arbiter import Configured
 from arbiter.core.leases import leases
@@ -470,6 +471,19 @@ def test_what_is_over_is_forgotten_at_last() -> None:
         site.app(f"ana-{number}", gang=5, demand=5)
     assert len(site.arbiter.state.apps) == apps.OVER_MAX
     assert "ana-1" not in site.arbiter.state.apps
+
+
+def test_nothing_is_kept_of_an_app_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apps, "OVER_MAX", 1)
+    site, _gpu = one_app_running()
+    site.app("ana-1", state="finished", demand=0)
+    site.node("n1")
+    site.wait(6)
+    site.app("bob-1", gang=5, demand=5)
+    assert list(site.arbiter.state.apps) == ["bob-1"]
+    index, state = site.arbiter._index, site.arbiter.state
+    places = {**vars(index), **dict(enumerate(index.caches.values())), **asdict(state), **asdict(state.history)}
+    assert [name for name, known in places.items() if isinstance(known, dict | set) and "ana-1" in known] == []
 
 
 def test_an_id_that_comes_back_from_the_dead_is_refused() -> None:

@@ -343,6 +343,7 @@ def _forget_oldest(turn: Turn) -> None:
             continue
         del over[place]
         del turn.state.apps[app_id]
+        turn.index.forget_app(app_id)
         turn.state.seen.pop(app_id, None)
         turn.state.rhos.pop(app_id, None)
         turn.state.history.forget(app_id)

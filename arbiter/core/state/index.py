@@ -358,6 +358,11 @@ class Index:
                 if cache.by_app:
                     kept.pop(app.id, None)
 
+    def forget_app(self, app: AppId) -> None:
+        """Forget an app that is over and of which nothing is left: an arbiter sees more of them than it has memory."""
+        for known in (self.gpus, self.tasks, self.versions, self.task_versions):
+            known.pop(app, None)
+
     def forget_end(self, app: model.App) -> None:
         """Forget when this app ended: one that was refused may yet say that it is over."""
         if isinstance(app.state, model.Settled | model.Refused):
