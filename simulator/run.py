@@ -12,7 +12,7 @@ import msgspec
 from msgspec.structs import replace
 
 from app_agent.core.host import AppHost
-from app_agent.core.model import Done, Dropped, Failed, JobState
+from app_agent.core.model import AppState, Done, Dropped, Failed, JobState, Over
 from app_agent.core.spec import AppSpec
 from app_agent.core.tuning import scheduler_for
 from app_agent.core.tuning.scheduler import Trial
@@ -41,6 +41,7 @@ GRACE_S = 120.0
 #: A job that takes its whole grace period must not be killed at its very end.
 GRACE_SLACK_S = 0.5
 Progress = Callable[[int, int], None]
+Ending = tuple[Over | None, tuple[tuple[JobId, JobState], ...]]  #: of an app: how it ended, and its jobs
 HostOf = Callable[[AppPlan, Sequence[JobFacts]], MakeHost]  #: from an app and the truth about its jobs
 
 
@@ -114,6 +115,7 @@ class Simulation:
         self.count = TimeMean.begin(0.0, 0.0)
         self.arrivals: dict[str, float] = {}  #: by app: the integral of the number of apps when it came
         self.ends: dict[str, tuple[float, float]] = {}  #: by app: when it was over, and N_avg
+        self.retired: dict[str, Ending] = {}  #: by app: what its agent knew, which is gone
         self.leased: dict[str, float] = {}
         self.accounts: dict[str, AppRecord] = {}
         self.tenants: list[TenantPoint] = []
@@ -204,7 +206,12 @@ class Simulation:
         self._note_standing()
 
     def _watch(self, actor: Actor, event: object, effects: Sequence[object]) -> bool:
-        """Assert that no process is started on a GPU with another process, and so never on more GPUs than there are."""
+        """Assert that no process is started on a GPU with another process, and so never on more GPUs than there are.
+
+        An app agent goes once all is settled; thousands of them would be most of what a long simulation keeps.
+        """
+        if isinstance(actor.core, AppHost):
+            self._retire(actor)
         for effect in effects:
             if type(effect) is StartWorker:
                 used = self.world.nodes[NodeId(actor.party.id)].in_use()
@@ -212,6 +219,14 @@ class Simulation:
                     f"{effect.task} is started on a GPU that another process is on"
                 )
         return True
+
+    def _retire(self, actor: Actor) -> None:
+        """Let an app agent go whose app is over and settled, at the end of this instant."""
+        sim_app = self.world.apps[actor.party.id]
+        agent = actor.core.state.apps.get(sim_app.id)
+        if agent is not None and agent.settled and sim_app.name not in self.retired:
+            self.retired[sim_app.name] = _ending(agent)
+            self.world.call_later(0.0, lambda: self.world.retire(sim_app))
 
     def _lease(self, record: LeaseRecord) -> None:
         self.leased[record.app] = self.leased.get(record.app, 0.0) + record.end - record.start
@@ -252,12 +267,12 @@ class Simulation:
 
     def _rows(self, plan: AppPlan, sim_app: SimApp) -> tuple[AppRow, tuple[JobRow, ...]]:
         """Return the rows of an app; an app that is not over by now never will be."""
-        agent = sim_app.actor.core.state.apps[sim_app.id]
-        over, (end, mean) = agent.over, self.ends.get(plan.id, (None, 1.0))
+        over, states = self.retired.get(plan.id) or _ending(sim_app.actor.core.state.apps[sim_app.id])
+        end, mean = self.ends.get(plan.id, (None, 1.0))
         state: State = "unfinished"
         if over is not None and end is not None:
             state = "refused" if over.refused else "finished" if over.state == "finished" else "failed"
-        jobs = tuple(self._job_row(plan, job.id, state, job.state, end) for job in agent.jobs)
+        jobs = tuple(self._job_row(plan, job, state, job_state, end) for job, job_state in states)
         reason = "no further event was to come" if over is None else over.reason
         finish = None if state == "refused" else end
         return self._app_row(plan, sim_app, jobs, state, reason, finish, mean), jobs
@@ -346,6 +361,11 @@ class Simulation:
         if self.shared:  # a lease of a seat is no GPU time
             return max(0.0, fsum(job.wasted_gpu_s for job in jobs))
         return max(0.0, self.leased.get(sim_app.id, 0.0) - useful_s)
+
+
+def _ending(agent: AppState) -> Ending:
+    """Return how an app has ended so far, with the states of its jobs."""
+    return agent.over, tuple((job.id, job.state) for job in agent.jobs)
 
 
 def _shifted(time_s: float | None, by_s: float) -> float | None:

@@ -337,6 +337,12 @@ class World:
         self._tell(actor, Submit(name, spec))
         return sim_app
 
+    def retire(self, app: SimApp) -> None:
+        """Let the app agent of an app go that the arbiter knows to be over: nothing more is said to it."""
+        del self._actors[app.actor.party]
+        self._stop(app.actor)
+        app.actor.core = None
+
     def _facts_of(self, job: JobId) -> JobFacts:
         app, _, number = job.rpartition(".")
         return self.apps[app.rpartition("-")[0]].jobs[int(number)]
@@ -356,7 +362,9 @@ class World:
 
     def stop(self, party: Party) -> None:
         """End a participant's process: its pending effects are not performed, messages meanwhile are not heard."""
-        actor = self._actors[party]
+        self._stop(self._actors[party])
+
+    def _stop(self, actor: Actor) -> None:
         actor.up = False
         actor.held = None
         actor.version += 1
@@ -508,7 +516,7 @@ class World:
 
     def _queue_tick(self, actor: Actor) -> None:
         """Queue an actor's next tick; a deadline that moves on costs nothing until then."""
-        if actor.wakes_at < inf:
+        if actor.wakes_at < QUIET_S:
             actor.queued_at = actor.wakes_at
             heapq.heappush(self._queue, (actor.wakes_at, actor.turn, next(self._numbers), (actor, actor.version)))
 
