@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from app_agent.core import jobs, search
 from app_agent.core.app import App
-from app_agent.core.model import HeldGpu, Job, Placed, Suspended
+from app_agent.core.model import AppState, HeldGpu, Job, Placed, Suspended
 from protocol.messages import Grant, Holdings, JobId, LeaseTerms, Preempt, TaskStatus
 
 #: The metric that an app which names none, and wants less of it, is taken to report.
@@ -24,7 +24,7 @@ def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
     state = app.state
     if (message.epoch, message.seq) < state.view:
         return False
-    state.view = (message.epoch, message.seq)
+    _view(state, message)
     match message:
         case Grant():
             _hold(app, (*message.leases, *message.renewed))
@@ -46,15 +46,29 @@ def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
 
     Attempts that it does not know of would count as gone, and be begun anew, before any node has told it what runs.
     Words are counted on from epoch to epoch, so that a newer one with an older number shows that some were forgotten.
-    From then on an arbiter is believed only when it has heard the newest report.
+    From then on an arbiter is believed only when it has heard the newest report. So is one that leads in a lower epoch
+    and knows a report that was made after the higher one was heard of: it has forgotten that epoch, and leads now, since
+    an arbiter that leads no more commits nothing.
     """
     state = app.state
-    if not isinstance(message, Holdings) or (message.epoch, message.seq) <= state.view:
+    if not isinstance(message, Holdings):
+        return False
+    if message.epoch < state.view[0] and state.epoch_after is not None and message.acked > state.epoch_after:
+        _view(state, message)
+        state.acked = state.seq
+        return message.acked < state.acked
+    if (message.epoch, message.seq) <= state.view:
         return False
     epoch, seq = state.view
     if message.epoch > epoch and message.seq <= seq:
         state.acked = state.seq
     return message.acked < state.acked
+
+
+def _view(state: AppState, message: Grant | Preempt | Holdings) -> None:
+    if message.epoch != state.view[0]:
+        state.epoch_after = state.seq
+    state.view = (message.epoch, message.seq)
 
 
 def _hold(app: App, terms: Iterable[LeaseTerms]) -> None:

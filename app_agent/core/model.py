@@ -233,6 +233,7 @@ class AppState(Struct):
     beat_at: float = 0.0
     told_beat_s: float = 0.0  #: the arbiter's wish; 0: it has none
     view: tuple[int, int] = (-1, -1)  #: (epoch, seq) of the newest word of the arbiter
+    epoch_after: int | None = None  #: the newest report when that epoch was first heard; None: not known
     acked: int = -1  #: the report that an arbiter must have heard to be believed: the newest that one has heard
     held: dict[GpuId, HeldGpu] = {}
     held_by: str = ""  #: the owner or administrator that holds the app itself: no GPU comes until it is released
