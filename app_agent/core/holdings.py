@@ -46,9 +46,9 @@ def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
 
     Attempts that it does not know of would count as gone, and be begun anew, before any node has told it what runs.
     Words are counted on from epoch to epoch, so that a newer one with an older number shows that some were forgotten.
-    From then on an arbiter is believed only when it has heard the newest report. So is one that leads in a lower epoch
-    and knows a report that was made after the higher one was heard of: it has forgotten that epoch, and leads now, since
-    an arbiter that leads no more commits nothing.
+    From then on an arbiter is believed only when it has heard the newest report. An arbiter of a lower epoch that has
+    heard a report which was made after the higher epoch was known leads now, since one that leads no more hears
+    nothing: it has forgotten that epoch.
     """
     state = app.state
     if not isinstance(message, Holdings):
