@@ -208,7 +208,7 @@ class Simulation:
     def _watch(self, actor: Actor, event: object, effects: Sequence[object]) -> bool:
         """Assert that no process is started on a GPU with another process, and so never on more GPUs than there are.
 
-        An app agent goes once all is settled; thousands of them would be most of what a long simulation keeps.
+        The agent of an app that is settled goes: thousands of agents are much of what a long simulation would keep.
         """
         if isinstance(actor.core, AppHost):
             self._retire(actor)
@@ -221,7 +221,7 @@ class Simulation:
         return True
 
     def _retire(self, actor: Actor) -> None:
-        """Let an app agent go whose app is over and settled, at the end of this instant."""
+        """End the agent of an app that is over and settled, at the end of this instant."""
         sim_app = self.world.apps[actor.party.id]
         agent = actor.core.state.apps.get(sim_app.id)
         if agent is not None and agent.settled and sim_app.name not in self.retired:

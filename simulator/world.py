@@ -338,7 +338,7 @@ class World:
         return sim_app
 
     def retire(self, app: SimApp) -> None:
-        """Let the app agent of an app go that the arbiter knows to be over: nothing more is said to it."""
+        """End the agent of an app that is over and settled: the arbiter says nothing more to it."""
         del self._actors[app.actor.party]
         self._stop(app.actor)
         app.actor.core = None
@@ -515,7 +515,7 @@ class World:
                 self._perform(actor, effect)
 
     def _queue_tick(self, actor: Actor) -> None:
-        """Queue an actor's next tick; a deadline that moves on costs nothing until then."""
+        """Queue an actor's next tick, unless it never comes; a deadline that moves on costs nothing until then."""
         if actor.wakes_at < QUIET_S:
             actor.queued_at = actor.wakes_at
             heapq.heappush(self._queue, (actor.wakes_at, actor.turn, next(self._numbers), (actor, actor.version)))

@@ -24,7 +24,7 @@ def take(app: App, message: Grant | Preempt | Holdings, now: float) -> bool:
     state = app.state
     if (message.epoch, message.seq) < state.view:
         return False
-    _view(state, message)
+    _note_view(state, message)
     match message:
         case Grant():
             _hold(app, (*message.leases, *message.renewed))
@@ -54,7 +54,7 @@ def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
     if not isinstance(message, Holdings):
         return False
     if message.epoch < state.view[0] and state.epoch_after is not None and message.acked > state.epoch_after:
-        _view(state, message)
+        _note_view(state, message)
         state.acked = state.seq
         return message.acked < state.acked
     if (message.epoch, message.seq) <= state.view:
@@ -65,7 +65,7 @@ def disbelieve(app: App, message: Grant | Preempt | Holdings) -> bool:
     return message.acked < state.acked
 
 
-def _view(state: AppState, message: Grant | Preempt | Holdings) -> None:
+def _note_view(state: AppState, message: Grant | Preempt | Holdings) -> None:
     if message.epoch != state.view[0]:
         state.epoch_after = state.seq
     state.view = (message.epoch, message.seq)

@@ -121,7 +121,7 @@ def _in_words(figures: dict[str, Any]) -> str:
 
 
 class _Progress:
-    """Shows the progress to a person who waits, and to one who reads later how far a run came."""
+    """Tells how far a run is: a person at a terminal, and the reader of a file."""
 
     def __init__(self, total: int) -> None:
         self._total = total

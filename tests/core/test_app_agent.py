@@ -223,25 +223,6 @@ def test_an_arbiter_that_has_forgotten_nothing_is_believed_before_it_has_heard_t
     assert bench.wished() == (1, "")
 
 
-def test_an_arbiter_that_has_forgotten_a_higher_epoch_is_believed_once_it_has_heard_what_was_said_since() -> None:
-    """Its journal has lost its end, and the clock that epochs are taken from was set back (world 1795925724)."""
-    bench = Bench()
-    bench.holdings("")
-    before = bench.agent.state.seq
-    bench.holdings("n1g0", epoch=4)
-    since = bench.agent.state.seq
-    assert since > before
-    assert bench.holdings("", acked=before, epoch=3) == [], "the former leader's word comes late"
-    bench.holdings("n1g0", status(TASK, "n1g0", "running", step=3), epoch=4)
-    bench.tick()
-    assert bench.agent.state.seq > since
-    (send,) = bench.holdings("", acked=since, epoch=3)
-    assert isinstance(send.message, AppReport)
-    assert bench.wished() == (0, "n1g0")
-    bench.holdings("", acked=send.message.seq, epoch=3)
-    assert bench.wished() == (1, "")
-
-
 def test_a_finished_job_ends_the_app_with_its_metrics() -> None:
     bench = started()
     bench.holdings("n1g0", exited(TASK, "n1g0", "finished", step=99, metrics={"accuracy": 0.97}))

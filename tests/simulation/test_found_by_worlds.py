@@ -11,7 +11,7 @@ from msgspec.structs import replace
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from node_agent.core.events import SignalWorker
 from protocol.core import Connected, Tick
-from protocol.messages import NodeId
+from protocol.messages import AppReport, NodeId
 from protocol.worker import Suspended
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE
@@ -277,3 +277,22 @@ def test_jobs_that_may_leave_by_a_checkpoint_alone_and_save_none_finish_under_co
         )  # so its node agent sees that a job is on a GPU, where the driver can act
     world.run(until=1000.0, done=lambda: all(app.over_at is not None for app in apps))
     assert [app.actor.core.state.records[app.id].state for app in apps] == ["finished"] * 3
+
+
+def test_an_arbiter_that_has_forgotten_a_higher_epoch_is_believed_once_it_has_heard_what_was_said_since() -> None:
+    """After a backup was restored beside a new broker, which counts epochs, the agent ignored the arbiter for ever."""
+    bench = AppBench()
+    bench.holdings("")
+    before = bench.agent.state.seq
+    bench.holdings("n1g0", epoch=4)
+    since = bench.agent.state.seq
+    assert since > before
+    assert bench.holdings("", acked=before, epoch=3) == [], "the former leader's word comes late"
+    bench.holdings("n1g0", status("ada-1.0-a0", "n1g0", "running", step=3), epoch=4)
+    bench.tick()
+    assert bench.agent.state.seq > since
+    (send,) = bench.holdings("", acked=since, epoch=3)
+    assert isinstance(send.message, AppReport)
+    assert bench.wished() == (0, "n1g0")
+    bench.holdings("", acked=send.message.seq, epoch=3)
+    assert bench.wished() == (1, "")

@@ -1,4 +1,4 @@
-"""Ports for servers that a test starts later: none is told twice, and no outgoing connection takes one.
+"""Ports for servers that a test starts later: no two tests get the same one, and no outgoing connection takes it.
 
 A port that the kernel chooses is from the range of outgoing connections. One of another test can take it before the
 server listens, or while the server is stopped. These ports lie below that range, and a file counts them for all
@@ -19,7 +19,7 @@ _COUNTER = Path(tempfile.gettempdir()) / f"gpu-arbiter-test-ports-{os.getuid()}"
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on now, and that no other test was told of lately."""
+    """Return a port on which no server listens now, and which no other test has got lately."""
     with _COUNTER.open("a+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.seek(0)
