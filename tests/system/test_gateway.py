@@ -47,7 +47,6 @@ from node_agent.config import NodeConfig
 from node_agent.daemon import run_node_agent
 from protocol import warrants
 from protocol.bus import Link, NotPermitted, Outgoing
-from protocol.bus.amqp import AmqpBus
 from protocol.bus.memory import MemoryBroker, MemoryBus
 from protocol.bus.provision import gateway_commands
 from protocol.codec import decode, encode
@@ -71,6 +70,7 @@ from protocol.messages import (
 )
 from tests.support.gateway import Hand, connected_as
 from tests.support.patience import PATIENCE_S
+from tests.support.patient_bus import patient_bus
 from tests.support.rabbitmq import PASSWORD, PrivateRabbitMQ
 
 NOBODY = pwd.getpwnam("nobody")
@@ -254,12 +254,12 @@ async def test_the_broker_lets_a_gateway_speak_and_hear_for_owners_and_do_nothin
         for line in gateway_commands("login1"):
             words = shlex.split(line)[1:]
             await asyncio.to_thread(broker.control, *words, *([PASSWORD] if words[0] == "add_user" else []))
-        link = await AmqpBus(broker.url("arbiter")).connect(ARBITER)
+        link = await patient_bus(broker.url("arbiter")).connect(ARBITER)
         await link.lead()
         for party in (alice, node):
             await link.provision(party)
         await link.consume()
-        bus = AmqpBus(broker.url("gateway-login1"))
+        bus = patient_bus(broker.url("gateway-login1"))
         gateway_link = await bus.connect(alice)
         await gateway_link.consume()
         said = encode(wish(), sender=alice, id="1")

@@ -21,13 +21,13 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 from arbiter.config import ArbiterConfig
 from launch import doctor
 from launch.site.site import as_toml
-from protocol.bus.amqp import AmqpBus
 from protocol.journal.database import _unawaited
 from protocol.messages import ARBITER
 from tests.support import pages, postgres, rabbitmq
 from tests.support.memory_site import QUICK, MemorySite, playing
 from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
+from tests.support.patient_bus import patient_bus
 from tests.support.ports import free_port
 from tests.support.postgres import PrivatePostgres
 from tests.support.rabbitmq import PrivateRabbitMQ, Provisioned
@@ -231,7 +231,7 @@ def test_level_2_the_brokers_are_told_of_each_other_and_the_daemons_of_all(tmp_p
     hosts.type(line)
     for user in ("arbiter", "node-n1", "node-n2", "app-alice"):
         url = (tmp_path / f"certs/parties/{user}/broker.url").read_text().strip()
-        assert AmqpBus(url).user(ARBITER) == user
+        assert patient_bus(url).user(ARBITER) == user
         assert {each for each in ("10.0.0.1:5671", "10.0.0.2:5671", "10.0.0.3:5671") if each in url} == {
             *url.partition("@")[2].partition("/")[0].split(",")
         }
@@ -351,7 +351,7 @@ async def test_level_2_three_brokers_of_which_two_have_run_alone_become_a_cluste
             for port in ports.values()
         )
         url = (tmp_path / "certs/parties/arbiter/broker.url").read_text().strip()
-        link = await AmqpBus(url.replace("/etc/gpu-arbiter/tls", f"{tmp_path}/certs/parties")).connect(ARBITER)
+        link = await patient_bus(url.replace("/etc/gpu-arbiter/tls", f"{tmp_path}/certs/parties")).connect(ARBITER)
         await link.lead()
         await link.close()
     finally:

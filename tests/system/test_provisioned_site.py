@@ -15,12 +15,12 @@ pytest.importorskip("cryptography", reason="the package cryptography, in the ext
 from launch import doctor
 from launch.site.provision import Host, Wishes, provide
 from protocol.bus import BusError, ConnectionLost, Link, NotPermitted, Outgoing
-from protocol.bus.amqp import AmqpBus
 from protocol.messages import ARBITER, Party
 from tests.support import rabbitmq
 from tests.support.cluster import Cluster, started, until
 from tests.support.needs import lack
 from tests.support.patience import PATIENCE_S
+from tests.support.patient_bus import patient_bus
 from tests.support.provisioned import ProvisionedBrokers
 
 pytestmark = [pytest.mark.broker, pytest.mark.slow]
@@ -43,7 +43,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProvisionedBroker
 
 @pytest.fixture
 async def arbiter(site: ProvisionedBrokers) -> AsyncIterator[Link]:
-    link = await AmqpBus(site.url("arbiter")).connect(ARBITER)
+    link = await patient_bus(site.url("arbiter")).connect(ARBITER)
     await link.lead()
     await link.provision(NODE, OTHER, APP)
     yield link
@@ -73,7 +73,7 @@ async def test_everyone_is_who_the_certificate_says_and_reads_what_is_meant_for_
     site: ProvisionedBrokers, arbiter: Link
 ) -> None:
     for party in (NODE, APP):
-        link = await AmqpBus(site.url(party.user)).connect(party)
+        link = await patient_bus(site.url(party.user)).connect(party)
         await link.consume()
         assert await said(link, ARBITER, b"up") is None
         assert await heard(arbiter) == (party.user, b"up")
@@ -83,7 +83,7 @@ async def test_everyone_is_who_the_certificate_says_and_reads_what_is_meant_for_
 
 
 async def test_a_gateway_speaks_for_an_owner_and_for_no_node(site: ProvisionedBrokers, arbiter: Link) -> None:
-    bus = AmqpBus(site.url("gateway-login1"))
+    bus = patient_bus(site.url("gateway-login1"))
     link = await bus.connect(APP)
     assert await said(link, ARBITER, b"up") is None
     assert await heard(arbiter) == ("gateway-login1", b"up")
@@ -97,14 +97,14 @@ async def test_a_party_with_anothers_certificate_cannot_write_or_read_in_the_oth
     site: ProvisionedBrokers, arbiter: Link
 ) -> None:
     url = with_files_of(site.url("node-n1"), "node-n1", "node-n2")
-    bus = AmqpBus(url)
+    bus = patient_bus(url)
     assert bus.user(NODE) == "node-n1", "it claims to be that one"
     link = await bus.connect(NODE)
     assert isinstance(await said(link, ARBITER, b"forged"), NotPermitted)
     with pytest.raises(NotPermitted, match=r"may not read 'node\.n1'"):
         await link.consume()
     await link.close()
-    honest = await AmqpBus(site.url("node-n2")).connect(OTHER)
+    honest = await patient_bus(site.url("node-n2")).connect(OTHER)
     assert await said(honest, ARBITER, b"true") is None
     assert await heard(arbiter) == ("node-n2", b"true"), "nothing was heard of the forgery"
     await honest.close()
@@ -113,7 +113,7 @@ async def test_a_party_with_anothers_certificate_cannot_write_or_read_in_the_oth
 async def why_not_let_in(address: str) -> str:
     """The words with which a node at this address is refused; empty if it is let in."""
     try:
-        link = await AmqpBus(address).connect(NODE)
+        link = await patient_bus(address).connect(NODE)
     except BusError as error:
         return str(error)
     await link.close()
@@ -148,7 +148,7 @@ async def test_nobody_else_is_let_in(site: ProvisionedBrokers, tmp_path: Path) -
         # The broker hangs up behind its last word, which may be lost with the connection.
         why = await why_not_let_in(address)
         assert re.search(f"(?i){says}|connection reset", why), f"{address}: {why or 'it is let in'}"
-    link = await AmqpBus(files(site.folder)).connect(NODE)  # it was not for another reason
+    link = await patient_bus(files(site.folder)).connect(NODE)  # it was not for another reason
     await link.close()
 
 
@@ -165,13 +165,13 @@ async def test_a_new_node_is_let_in_without_a_restart_and_one_who_is_removed_is_
     assert "rabbitmqctl import_definitions" in site.provision("--nodes", "n3")
     await control("import_definitions", definitions)
     new = Party("node", "n3")
-    link = await AmqpBus(site.url("node-n3")).connect(new)
+    link = await patient_bus(site.url("node-n3")).connect(new)
     assert await said(link, ARBITER, b"hello") is None
     assert await heard(arbiter) == ("node-n3", b"hello")
     await link.close()
     url = site.url("app-bob")
     kept = {name: (site.folder / "parties/app-bob" / name).read_bytes() for name in ("ca.pem", "cert.pem", "key.pem")}
-    link = await AmqpBus(url).connect(GONE)
+    link = await patient_bus(url).connect(GONE)
     steps = site.provision("--remove", "app-bob").splitlines()
     (line,) = [step.partition("next: ")[2] for step in steps if "rabbitmqctl" in step and "app-bob" in step]
     for command in line.split("; "):
@@ -184,7 +184,7 @@ async def test_a_new_node_is_let_in_without_a_restart_and_one_who_is_removed_is_
     for name, text in kept.items():  # the certificate itself is still good
         (site.folder / "parties/app-bob" / name).write_bytes(text)
     with pytest.raises(NotPermitted, match="check its certificate"):
-        await AmqpBus(url).connect(GONE)
+        await patient_bus(url).connect(GONE)
 
 
 def test_the_doctor_finds_nothing_to_mend(site: ProvisionedBrokers) -> None:
@@ -252,7 +252,7 @@ async def test_on_three_brokers_that_replicate_nothing_the_arbiter_waits_for_the
     first, *others = three.in_order_of("arbiter")
     first.control("add_vhost", "plain")
     first.control("set_permissions", "-p", "plain", "arbiter", ".*", ".*", ".*")
-    bus = AmqpBus(three.url("arbiter").replace("/gpu?", "/plain?"))
+    bus = patient_bus(three.url("arbiter").replace("/gpu?", "/plain?"))
     link = await bus.connect(ARBITER)
     await link.lead()
     first.stop()
@@ -273,7 +273,7 @@ async def test_one_broker_becomes_three_that_have_every_queue(tmp_path: Path) ->
 
     async def lead(site: ProvisionedBrokers) -> set[str]:
         """Lead, and return the kinds of all queues that last."""
-        link = await AmqpBus(site.url("arbiter")).connect(ARBITER)
+        link = await patient_bus(site.url("arbiter")).connect(ARBITER)
         await link.lead()
         await link.provision(NODE)
         await link.close()

@@ -20,11 +20,11 @@ import pytest
 
 from launch.faults import Fault
 from protocol.bus import Outgoing
-from protocol.bus.amqp import AmqpBus
 from protocol.codec import encode
 from protocol.messages import ARBITER, NodeId, NodePlan, Party
 from tests.support.cluster import LEASE_S, Cluster, running_cluster, until
 from tests.support.gpu_watch import GpuWatch
+from tests.support.patient_bus import patient_bus
 from tests.support.rabbitmq import PrivateRabbitMQ
 from tests.support.small_disk import fill_up, small_disk
 
@@ -180,7 +180,7 @@ async def test_an_arbiter_of_an_older_epoch_is_obeyed_by_nobody(cluster: Cluster
 
 async def say_as_arbiter(cluster: Cluster, plan: NodePlan) -> None:
     """Speak with the arbiter's password, but without leading."""
-    link = await AmqpBus(cluster.broker.url(ARBITER.user, cluster.vhost)).connect(ARBITER)
+    link = await patient_bus(cluster.broker.url(ARBITER.user, cluster.vhost)).connect(ARBITER)
     data = encode(plan, sender=ARBITER, id=f"zombie-{plan.epoch}-{plan.site}")
     assert list(await link.send([Outgoing(Party("node", plan.node), data)])) == [None]
     await link.close()
