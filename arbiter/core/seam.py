@@ -142,13 +142,11 @@ class AppView(Struct, frozen=True):
     demand_max: int
     level_max: Level
     arrived_at: float  #: on the clock of `View.now`
-    rho: float | None  #: its answer to the probe; None when it did not answer in time
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
     requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any; see `bound` and `by_kind`
     by_kind: bool = False  #: `only` are the GPUs of the kind that its user asked for, among which its jobs may move
-    ideal_s: float = 0.0  #: T_id, from the T_cluster that it reports; 0: not known, or not asked for rho
     alone_s: float = 0.0  #: T_cluster, its finish time alone on the whole cluster, as it reported; 0: not known
     apps_integral: float = 0.0  #: `View.apps_integral` when it arrived
     left_s: float | None = None  #: run time left with all it can use, as it reported at `left_at`; None: unknown
@@ -235,6 +233,8 @@ class View(Struct, frozen=True):
     offered: tuple[AppId, ...] | None = (
         None  #: the apps that saw the offer, once it was made; None: ask `Policy.bidders`
     )
+    rhos: Mapping[AppId, float] = {}  #: the answers to the probe, of the apps that answered in time
+    ideal_times_s: Mapping[AppId, float] = {}  #: T_id of the apps that bid, from the T_cluster that each reports
     now: float = 0.0  #: seconds, whatever their origin
     apps_integral: float = 0.0  #: the integral of the number of active apps over time, up to now
     unseen: Mapping[TenantId, int] = {}  #: GPUs of apps that are not shown, having all they want and none in play

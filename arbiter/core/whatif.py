@@ -27,7 +27,7 @@ from arbiter.core.leases import leases
 from arbiter.core.members import apps
 from arbiter.core.placement.lots import draw
 from arbiter.core.registry import policy_of
-from arbiter.core.rounds import decision, enactment, phases, seats, views
+from arbiter.core.rounds import decision, enactment, phases, seats, stated, views
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state import fairness, model
 from arbiter.core.state.index import Index
@@ -227,6 +227,7 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
         bidders = tuple(turn.policy.bidders(view))
         view = replace(view, offered=bidders)
         bids = {app.app: bid_of(turn, view, app, claims[app.app]) for app in view.apps if app.app in bidders}
+        view = replace(view, ideal_times_s=stated.ideal_times_s(turn, bids))
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
     allocation = decision.decide(asked).allocation
     here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}

@@ -235,7 +235,6 @@ class _Game:
             demand_max=claim.demand_max,
             level_max="cluster",
             arrived_at=-claim.elapsed,
-            rho=1.0,
             kept=(),
             renewable=self._holds[claim.id],
         )

@@ -50,9 +50,13 @@ class Shop:
         self.history.resize(len(self.gpus), tuple(terms), 0.0)
         self.now = 0.0
         self.apps: dict[str, AppView] = {}
+        self.rhos: dict[str, float] = {}
         self.held: dict[str, tuple[str, ...]] = {}
 
-    def come(self, app: str, gang: int, tenant: TenantId = A, *, demand: int = 0, weight: float = 1.0) -> None:
+    def come(
+        self, app: str, gang: int, tenant: TenantId = A, *, demand: int = 0, weight: float = 1.0, rho: float = 1.0
+    ) -> None:
+        self.rhos[app] = rho
         look = app_of(app, gang=gang, demand_max=demand or gang)
         self.apps[app] = replace(look, tenant=tenant, spans=True, weight=weight, arrived_at=self.now)
         self.history.follow(AppId(app), tenant, weight=weight, demand=demand or gang, now=self.now)
@@ -87,13 +91,13 @@ class Shop:
         }
         holder = {gpu: AppId(app) for app, gpus in self.held.items() for gpu in gpus}
         gpus = [replace(gpu, holder=holder.get(gpu.gpu)) for gpu in self.gpus]
-        view = view_of(gpus, looks)
+        view = view_of(gpus, looks, self.rhos)
         return replace(view, now=now, tenants=tenants, lease_s=LEASE_S, cluster_gpus=len(gpus))
 
     def decide(self) -> Allocation:
         view = self.view()
         offered = tuple(self.policy.bidders(view))
-        bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in offered}
+        bids = {app.app: linear_bid(view, app) for app in view.apps if app.app in offered}
         allocation = self.policy.allocate(replace(view, offered=offered), bids)
         settled(view, allocation)
         return allocation
@@ -286,8 +290,7 @@ def auctioned(**knobs: object) -> dict[str, int]:
     shop = Shop(6, policy="themis", terms=[TenantTerms(A, weight=2.0)], fairness_knob=0.0, **knobs)
     shop.come("a-1", 1, A, demand=6)
     for number in range(5):
-        shop.come(f"b-{number}", 1, B, demand=6)
-        shop.apps[f"b-{number}"] = replace(shop.apps[f"b-{number}"], rho=9.0)
+        shop.come(f"b-{number}", 1, B, demand=6, rho=9.0)
     return by_tenant(shop, Counter(map(str, shop.decide().assign.values())))
 
 
@@ -300,8 +303,7 @@ def test_under_the_default_twenty_apps_of_a_tenant_leave_another_tenant_what_it_
     def taken_in_forty_rounds(**knobs: object) -> dict[str, int]:
         shop = Shop(4, policy="themis", terms=[TenantTerms(A), TenantTerms(B)], **knobs)
         for number in range(20):
-            shop.come(f"a-{number}", 1, A)
-            shop.apps[f"a-{number}"] = replace(shop.apps[f"a-{number}"], rho=9.0)
+            shop.come(f"a-{number}", 1, A, rho=9.0)
         shop.come("b-0", 2, B)
         return by_tenant(shop, shop.rounds(40))
 
@@ -314,16 +316,14 @@ def test_tenants_first_the_worst_off_of_each_tenant_bid() -> None:
     shop = Shop(6, policy="themis", tenants_first=True, fairness_knob=0.5)
     for tenant, rhos in ((A, (1.0, 2.0)), (B, (50.0, 60.0))):
         for place, rho in enumerate(rhos):
-            shop.come(f"{tenant}-{place}", 1, tenant)
-            shop.apps[f"{tenant}-{place}"] = replace(shop.apps[f"{tenant}-{place}"], rho=rho)
+            shop.come(f"{tenant}-{place}", 1, tenant, rho=rho)
     assert list(shop.policy.bidders(shop.view())) == ["a-1", "b-1"]
 
 
 def one_gpu_for_two_tenants() -> Shop:
     shop = Shop(1, policy="themis", tenants_first=True, fairness_knob=0.0)
     for tenant, rho in ((A, 2.0), (B, 3.0)):
-        shop.come(f"{tenant}-1", 1, tenant)
-        shop.apps[f"{tenant}-1"] = replace(shop.apps[f"{tenant}-1"], rho=rho)
+        shop.come(f"{tenant}-1", 1, tenant, rho=rho)
     return shop
 
 
@@ -344,7 +344,7 @@ def test_tenants_first_in_rounds_of_too_many_to_tell_no_sentence_is_false() -> N
     shop = one_gpu_for_two_tenants()
     few = shop.decide()
     view = replace(shop.view(), tells=False)
-    bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps}
+    bids = {app.app: linear_bid(view, app) for app in view.apps}
     many = shop.policy.allocate(replace(view, offered=tuple(bids)), bids)
     assert many.assign == few.assign
     assert [outcome.app for outcome in many.outcomes] == ["b-1"]

@@ -388,8 +388,8 @@ AGED = ("a", 2.0, (2, "cluster", 0.6), (4, "cluster", 0.4))
     ],
 )
 def test_the_lot_of_an_app_that_has_aged_is_fair_in_speed(ideal_s: float, elapsed_s: float, chance: float) -> None:
-    app = replace(app_of("a"), ideal_s=ideal_s, arrived_at=-elapsed_s)
-    entry = entry_of(gpus_of(4), [app], [bid_of(*AGED)])
+    app = replace(app_of("a"), arrived_at=-elapsed_s)
+    entry = entry_of(gpus_of(4), [app], [bid_of(*AGED)], ideal_times_s={app.app: ideal_s})
     counts = kept_counts(entry, machines(entry, 4), 0.8)
     assert set(counts) <= {2, 4}
     assert counts.count(4) / len(counts) == pytest.approx(chance, abs=1e-3)
@@ -404,7 +404,7 @@ def test_the_arbiter_tells_how_much_of_its_time_an_app_has_lived_from_what_the_a
     site.play_round(site.node("n1", 1) + site.wait(1.0))
     (asked,) = site.undecided
     views = {app.app: app for app in asked.view.apps}
-    assert {name: view.ideal_s for name, view in views.items()} == {"ana-1": 200.0, "bob-1": 0.0}
+    assert asked.view.ideal_times_s == {"ana-1": 200.0, "bob-1": 0.0}
     entry = enter(asked.view, {app: replace(bid, rho_none=1.0) for app, bid in asked.bids.items()})
     sunk = {str(bidder.app): worth.sunk for bidder, worth in zip(entry.bidders, entry.worths, strict=True)}
     assert sunk["ana-1"] == pytest.approx(asked.view.elapsed_s(views[AppId("ana-1")]) / 200.0)
@@ -418,8 +418,9 @@ def test_the_arbiter_tells_how_much_of_its_time_an_app_has_lived_from_what_the_a
     st.floats(min_value=0.0, max_value=1e15),
 )
 def test_the_share_that_has_elapsed_is_finite_and_below_one(rho: float, ideal_s: float, elapsed_s: float) -> None:
-    app = replace(app_of("a"), ideal_s=ideal_s, arrived_at=-elapsed_s)
-    sunk = worth_of(entry_of(gpus_of(4), [app], [bid_of("a", rho, (4, "cluster", 0.4))])).sunk
+    app = replace(app_of("a"), arrived_at=-elapsed_s)
+    bid = bid_of("a", rho, (4, "cluster", 0.4))
+    sunk = worth_of(entry_of(gpus_of(4), [app], [bid], ideal_times_s={app.app: ideal_s})).sunk
     assert 0.0 <= sunk < 1.0
     known = ideal_s > 0.0 and rho >= RHO_MIN
     if known and elapsed_s < rho * ideal_s:

@@ -28,12 +28,12 @@ def batch(
     name: str, on: Sequence[GpuView], *, cpus: float = 0.0, gb: int = 0, grace_s: float = 0.0, **fields: object
 ) -> AppView:
     """An app that runs one job on these GPUs."""
-    app = app_of(name, gang=len(on), demand_max=len(on), renewable=[gpu.gpu for gpu in on], rho=None)
+    app = app_of(name, gang=len(on), demand_max=len(on), renewable=[gpu.gpu for gpu in on])
     return replace(app, cpus=cpus, host_bytes=gb * GB, grace_s=grace_s, **fields)
 
 
 def waiting(name: str, gang: int, *, kind: str = "batch", cpus: float = 0.0, gb: int = 0, **fields: object) -> AppView:
-    app = app_of(name, gang=gang, demand_max=gang, rho=None)
+    app = app_of(name, gang=gang, demand_max=gang)
     return replace(app, kind=kind, cpus=cpus, host_bytes=gb * GB, **fields)
 
 
@@ -194,10 +194,10 @@ def test_the_lot_falls_on_who_was_preempted_p_times_only_if_the_others_would_not
     new = [batch("new-1", cluster[8:12]), batch("new-2", cluster[12:])]
     old = [batch("old-1", cluster[:4], preempted=1), batch("old-2", cluster[4:8], preempted=3)]
     newcomer = waiting("t-1", 8, kind="interactive")
-    drawn = {decide(view_of(cluster, [*old, *new], seed), newcomer).preempted for seed in range(20)}
+    drawn = {decide(view_of(cluster, [*old, *new], seed=seed), newcomer).preempted for seed in range(20)}
     assert drawn == {("new-1", "new-2")}
     kept = replace(new[1], kind="interactive")
-    drawn = {decide(view_of(cluster, [*old, new[0], kept], seed), newcomer).preempted for seed in range(20)}
+    drawn = {decide(view_of(cluster, [*old, new[0], kept], seed=seed), newcomer).preempted for seed in range(20)}
     assert drawn == {("old-1", "old-2")}
 
 
@@ -223,7 +223,7 @@ def test_the_lot_falls_only_on_those_on_a_node_that_could_hold_an_interactive_ap
     elsewhere = [batch("c-1", cluster[8:12]), batch("d-1", cluster[12:])]
     nodes = {NodeId(f"n{index:02}"): replace(NODE, gpus=size) for index, size in enumerate((8, 4, 4))}
     newcomer = waiting("t-1", 8, kind="interactive", cpus=4, spans=spans)
-    views = [replace(view_of(cluster, [*here, *elsewhere], seed), nodes=nodes) for seed in range(20)]
+    views = [replace(view_of(cluster, [*here, *elsewhere], seed=seed), nodes=nodes) for seed in range(20)]
     assert {decide(view, newcomer).preempted for view in views} == {("a-1", "b-1")}
 
 
@@ -235,7 +235,7 @@ def test_who_lies_on_several_nodes_can_be_drawn_for_each_of_them() -> None:
         batch("c-1", cluster[12:]),
     ]
     newcomer = waiting("t-1", 8, kind="interactive")
-    assert {decide(view_of(cluster, apps, seed), newcomer).preempted for seed in range(20)} == {("a-1", "b-1")}
+    assert {decide(view_of(cluster, apps, seed=seed), newcomer).preempted for seed in range(20)} == {("a-1", "b-1")}
 
 
 def test_nobody_leaves_for_an_interactive_app_that_would_not_fit_even_then() -> None:
@@ -360,7 +360,7 @@ def test_the_preempted_go_before_all_others_and_the_last_of_them_first() -> None
 
 def test_who_made_room_once_and_runs_again_wants_more_in_order_of_arrival() -> None:
     cluster = gpus_of(4)
-    ana = app_of("ana-1", demand_max=4, renewable=[cluster[0].gpu], rho=None)
+    ana = app_of("ana-1", demand_max=4, renewable=[cluster[0].gpu])
     apps = [waiting("ben-1", 3), replace(ana, preempted=1, preempted_in=5)]
     allocation = decide(view_of(cluster, apps))
     assert len(got(allocation, "ben-1")) == 3
@@ -371,7 +371,7 @@ def test_who_made_room_once_and_runs_again_wants_more_in_order_of_arrival() -> N
 
 def test_who_stands_before_the_head_that_blocks_is_not_told_that_it_waits_for_it() -> None:
     cluster = gpus_of(4)
-    first = app_of("a-1", gang=2, demand_max=4, kept=cluster[:2], rho=None)
+    first = app_of("a-1", gang=2, demand_max=4, kept=cluster[:2])
     allocation = decide(view_of(cluster[2:3], [first, waiting("b-1", 4), waiting("c-1", 1)]))
     assert "no node has room for its gang of 2" in reason(allocation, "a-1")
     assert "no node has room for its gang of 4" in reason(allocation, "b-1")
@@ -546,7 +546,7 @@ def test_what_a_gang_leaves_is_what_the_next_one_takes_and_no_other_gangs(gang: 
 def test_nodes_count_the_cores_that_are_promised_and_apps_those_they_have(holder: str | None, fits: bool) -> None:
     cluster = gpus_of(8)
     kept = replace(cluster[0], holder=None if holder is None else AppId(holder))
-    more = replace(app_of("a-1", demand_max=2, kept=[kept], only=[], rho=None), cpus=16.0)
+    more = replace(app_of("a-1", demand_max=2, kept=[kept], only=[]), cpus=16.0)
     view = replace(view_of(cluster[1:], [more]), nodes={NodeId("n00"): replace(NODE, leaving_cpus=16.0)})
     assert bool(got(decide(view, waiting("b-1", 1, kind="interactive", cpus=16)), "b-1")) == fits
 

@@ -23,7 +23,7 @@ def shared(gpus: Sequence[GpuView], seats: int = 3) -> list[GpuView]:
 def app(name: str, gang: int = 1, held: Sequence[GpuId | str] = (), **more: object) -> AppView:
     """An app of one job, which it has divided all it holds to; it is known to be suspendable if it holds something."""
     gpus = tuple(GpuId(gpu) for gpu in held)
-    view = app_of(name, gang=gang, demand_max=gang, renewable=gpus, rho=None)
+    view = app_of(name, gang=gang, demand_max=gang, renewable=gpus)
     known: dict[str, object] = {"leases": len(gpus), "jobs": (gpus,), "cooperative": True if gpus else None}
     return replace(view, **(known | more))  # type: ignore[arg-type]
 

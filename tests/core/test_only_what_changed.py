@@ -15,7 +15,7 @@ from app_agent.core import app as app_facts
 from arbiter.core.policies.themis import policy as themis
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import GpuView, TenantView
-from protocol.messages import TenantId
+from protocol.messages import AppId, TenantId
 from tests.core.test_policies_ordered import job, round_of
 from tests.support.app_harness import Bench
 from tests.support.arbiter_site import SETTINGS, Site
@@ -67,8 +67,8 @@ def test_rounds_show_tenants_to_the_policies_that_see_them(counted: Counted) -> 
 
 def test_the_split_among_tenants_is_worked_out_once_for_bidders_and_decision(counted: Counted) -> None:
     gpus: tuple[GpuView, ...] = gpus_of(2)
-    apps = [replace(app_of(name, gang=1), tenant=TenantId(name), rho=2.0) for name in "ab"]
-    view = replace(view_of(gpus, apps), tenants={app.tenant: TenantView() for app in apps})
+    apps = [replace(app_of(name, gang=1), tenant=TenantId(name)) for name in "ab"]
+    view = replace(view_of(gpus, apps, {"a": 2.0, "b": 2.0}), tenants={app.tenant: TenantView() for app in apps})
     splits = counted(themis, "_split")
     policy = themis.Themis()
     bidders = policy.bidders(view)
@@ -77,7 +77,7 @@ def test_the_split_among_tenants_is_worked_out_once_for_bidders_and_decision(cou
     policy.allocate(replace(view, offered=tuple(bidders), tells=False), {})
     assert len(splits) == 1, "what apps are told changes no split"
     assert allocation == themis.Themis().allocate(replace(view, offered=tuple(bidders)), {})
-    policy.bidders(replace(view, apps=(apps[0], replace(apps[1], rho=5.0))))
+    policy.bidders(replace(view, rhos={**view.rhos, AppId("b"): 5.0}))
     assert len(splits) == 3, "of another view it is another"
 
 

@@ -25,10 +25,10 @@ everywhere = pytest.mark.parametrize("name", sorted(POLICIES))
 Themis_bids = Mapping[AppId, Bid]
 
 
-def linear_bid(app: AppView, gpus: int) -> Bid:
+def linear_bid(view: View, app: AppView) -> Bid:
     """A bid for any number of whole gangs, anywhere: rho falls with each GPU."""
-    have, base = len(app.kept), app.rho or 1.0
-    counts = [have + n for n in range(1, min(app.want, gpus) + 1)]
+    have, base = len(app.kept), view.rhos.get(app.app) or 1.0
+    counts = [have + n for n in range(1, min(app.want, len(view.gpus)) + 1)]
     return bid_of(app.app, base, *((k, "cluster", base / (1 + k - have)) for k in counts))
 
 
@@ -36,7 +36,7 @@ def play(view: View, name: str = DEFAULT_POLICY, knobs: Settings | None = None) 
     """One round in which every app that is asked bids; checks what must hold of every allocation."""
     policy = Themis(knobs) if knobs and name == DEFAULT_POLICY else POLICIES[name].made()
     bidders = policy.bidders(view)
-    bids = {app.app: linear_bid(app, len(view.gpus)) for app in view.apps if app.app in bidders}
+    bids = {app.app: linear_bid(view, app) for app in view.apps if app.app in bidders}
     return settled(view, policy.allocate(replace(view, offered=tuple(bidders)), bids))
 
 
@@ -84,7 +84,6 @@ def views(draw: st.DrawFn) -> View:
                 gang=draw(st.integers(1, 3)),
                 demand_max=draw(st.integers(0, 8)),
                 level_max=draw(st.sampled_from(LEVELS)),
-                rho=draw(st.none() | st.sampled_from([0.0, 0.5, 1.0, 1.0, 40.0, 1e15])),
                 kept=kept,
                 renewable=[gpu.gpu for gpu, owner, playing in triples if owner == index and playing],
                 only=draw(st.none() | st.just([gpu.gpu for gpu in cluster[::2]])),
@@ -93,7 +92,9 @@ def views(draw: st.DrawFn) -> View:
         if apps[-1].only is not None and draw(st.booleans()):
             apps[-1] = replace(apps[-1], by_kind=True, requirements=Requirements(gpu_types=("H200",)))
     offered = [replace(gpu, holder=None) for gpu, owner, playing in triples if playing or owner not in range(len(apps))]
-    return view_of(offered, apps, seed=draw(st.integers(0, 1000)))
+    told = {app.app: draw(st.none() | st.sampled_from([0.0, 0.5, 1.0, 1.0, 40.0, 1e15])) for app in apps}
+    rhos = {app: rho for app, rho in told.items() if rho is not None}
+    return view_of(offered, apps, rhos, seed=draw(st.integers(0, 1000)))
 
 
 @everywhere
@@ -129,25 +130,27 @@ def test_a_gang_that_fits_some_node_is_admitted_and_so_is_any_while_there_are_no
 # --- themis: who bids -----------------------------------------------------------------------------------------------
 
 
-def apps_with(*rhos: float | None) -> list[AppView]:
-    return [app_of(f"o-{index}", rho=rho) for index, rho in enumerate(rhos)]
+def told(*rhos: float, gpus: Sequence[GpuView] = gpus_of(1), seed: int = 7) -> View:
+    """A round with an app for each of these rhos, that told it: o-0, o-1 and so on."""
+    names = [f"o-{index}" for index in range(len(rhos))]
+    return view_of(gpus, map(app_of, names), dict(zip(names, rhos, strict=True)), seed=seed)
 
 
 @pytest.mark.parametrize(("knob", "count"), [(0.0, 10), (0.7, 3), (0.8, 2), (0.85, 2), (0.9, 1), (1.0, 1)])
 def test_the_worst_off_fraction_bids_and_at_least_one(knob: float, count: int) -> None:
-    view = view_of(gpus_of(1), apps_with(*map(float, range(10))))
+    view = told(*map(float, range(10)))
     bidders = Themis(Settings(fairness_knob=knob, tenants_first=False)).bidders(view)
     assert list(bidders) == [f"o-{9 - place}" for place in range(count)]
 
 
 def test_apps_that_did_not_answer_or_want_nothing_do_not_bid() -> None:
-    apps = [*apps_with(None, 1.0), app_of("o-9", rho=9.0, demand_max=0)]
-    assert Themis(Settings(fairness_knob=0.0)).bidders(view_of(gpus_of(1), apps)) == ("o-1",)
+    apps = [app_of("o-0"), app_of("o-1"), app_of("o-9", demand_max=0)]
+    view = view_of(gpus_of(1), apps, {"o-1": 1.0, "o-9": 9.0})
+    assert Themis(Settings(fairness_knob=0.0)).bidders(view) == ("o-1",)
 
 
 def test_equal_rhos_at_the_cutoff_are_decided_by_lot() -> None:
-    apps = apps_with(2.0, 2.0, 2.0)
-    first = {Themis().bidders(view_of(gpus_of(1), apps, seed=seed)) for seed in range(40)}
+    first = {Themis().bidders(told(2.0, 2.0, 2.0, seed=seed)) for seed in range(40)}
     assert len(first) == 3
 
 
@@ -155,7 +158,7 @@ def test_equal_rhos_at_the_cutoff_are_decided_by_lot() -> None:
 
 
 def test_the_winner_is_told_what_it_won_and_its_rho() -> None:
-    outcomes = play(view_of(gpus_of(2), [app_of("o-1", rho=6.0, demand_max=2)]))
+    outcomes = play(view_of(gpus_of(2), [app_of("o-1", demand_max=2)], {"o-1": 6.0}))
     assert (
         outcomes["o-1"].reason
         == "bid and won 2 of the 2 GPUs in play and keeps all of them (c = 1.000); rho goes from 6 to 2"
@@ -164,14 +167,15 @@ def test_the_winner_is_told_what_it_won_and_its_rho() -> None:
 
 
 def test_a_loser_is_told_who_won_and_which_row_lost() -> None:
-    view = view_of(gpus_of(1), [app_of("o-1", rho=8.0), app_of("o-2", rho=9.0, renewable=["g00-00"])])
+    apps = [app_of("o-1"), app_of("o-2", renewable=["g00-00"])]
+    view = view_of(gpus_of(1), apps, {"o-1": 8.0, "o-2": 9.0})
     outcomes = play(view, knobs=Settings(fairness_knob=0.0))
     assert "won none of the 1 GPU in play" in outcomes["o-1"].reason
     assert "its best row, 1 GPU more, would have brought rho from 8 to 4" in outcomes["o-1"].reason
 
 
 def test_a_loser_is_told_what_bound_it_and_the_smallest_change_that_would_have_won() -> None:
-    view = view_of(gpus_of(1), apps_with(8.0, 9.0))
+    view = told(8.0, 9.0)
     rich = bid_of("o-0", 8.0, (1, "cluster", 1.0))
     poor = bid_of("o-1", 9.0, (1, "cluster", 6.0))
     policy = Themis(Settings(fairness_knob=0.0))
@@ -193,8 +197,8 @@ def test_a_winner_that_keeps_less_than_it_won_is_told_what_it_costs_the_others()
 
 
 def test_the_record_of_a_round_has_the_auctions_figures() -> None:
-    view = view_of(gpus_of(2), [app_of("o-1", rho=6.0, demand_max=2)])
-    bids = {app.app: linear_bid(app, 2) for app in view.apps}
+    view = view_of(gpus_of(2), [app_of("o-1", demand_max=2)], {"o-1": 6.0})
+    bids = {app.app: linear_bid(view, app) for app in view.apps}
     allocation = Themis().allocate(view, bids)
     facts = dict(allocation.facts)
     assert allocation.proven
@@ -206,15 +210,15 @@ def test_the_record_of_a_round_has_the_auctions_figures() -> None:
 
 def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> None:
     gpus = gpus_of(*[4] * 8)
-    apps = [app_of(f"o-{i:02}", rho=10.0 + i / 7) for i in range(20)]
+    rhos = {f"o-{i:02}": 10.0 + i / 7 for i in range(20)}
     levels = [("machine", 1.0), ("rack", 1.13), ("cluster", 1.4)]
     bids = {
-        app.app: bid_of(
-            app.app, app.rho or 0.0, *((k, level, slow * 9.0 / k**0.9) for k in range(1, 9) for level, slow in levels)
+        AppId(name): bid_of(
+            name, rho, *((k, level, slow * 9.0 / k**0.9) for k in range(1, 9) for level, slow in levels)
         )  # type: ignore[misc]
-        for app in apps
+        for name, rho in rhos.items()
     }
-    view = view_of(gpus, apps)
+    view = view_of(gpus, map(app_of, rhos), rhos)
     hasty = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e-6), bids)
     patient = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, budget_ms=1e5), bids)
     assert not hasty.proven
@@ -226,8 +230,8 @@ def test_a_round_whose_budget_ran_out_says_so_and_bounds_what_it_missed() -> Non
 
 
 def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it() -> None:
-    view = view_of(gpus_of(2), apps_with(9.0, 8.0, 7.0))
-    bids = {app.app: linear_bid(app, 2) for app in view.apps}
+    view = told(9.0, 8.0, 7.0, gpus=gpus_of(2))
+    bids = {app.app: linear_bid(view, app) for app in view.apps}
     few = Themis(Settings(fairness_knob=0.0)).allocate(view, bids)
     many = Themis(Settings(fairness_knob=0.0)).allocate(replace(view, tells=False), bids)
     assert few.assign == many.assign
@@ -238,15 +242,15 @@ def test_in_rounds_of_too_many_to_tell_nothing_is_solved_again_to_explain_it() -
 
 
 def test_an_app_that_did_not_bid_is_told_the_cutoff_and_the_winners() -> None:
-    outcomes = play(view_of(gpus_of(1), apps_with(9.0, 1.5)))
+    outcomes = play(told(9.0, 1.5))
     assert "its rho 1.5 being not above 9" in outcomes["o-1"].reason
     assert "went to o-0 (1)" in outcomes["o-1"].reason
     assert "nothing is left" in outcomes["o-1"].reason
 
 
 def test_leftovers_go_to_apps_that_did_not_bid_before_any_goes_back_to_bidders() -> None:
-    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=2.0, demand_max=2), app_of("o-2", rho=1.0)]
-    outcomes = play(view_of(gpus_of(4), apps))
+    apps = [app_of("o-0", demand_max=1), app_of("o-1", demand_max=2), app_of("o-2")]
+    outcomes = play(view_of(gpus_of(4), apps, {"o-0": 9.0, "o-1": 2.0, "o-2": 1.0}))
     assert {app: len(outcome.gpus) for app, outcome in outcomes.items()}["o-0"] == 1
     assert sum(len(outcome.gpus) for outcome in outcomes.values()) == 4
     assert all("by lot from what the auction left over" in outcomes[app].reason for app in ("o-1", "o-2"))
@@ -255,10 +259,11 @@ def test_leftovers_go_to_apps_that_did_not_bid_before_any_goes_back_to_bidders()
 def test_leftovers_may_go_to_the_worst_off_whether_they_bid_or_not() -> None:
     # Two bid for the one gang. Whoever wins owes nearly all that it gains, so nothing of the gang can be kept.
     gpus = gpus_of(2)
-    apps = [app_of(name, gang=2, demand_max=2, rho=rho) for name, rho in (("a", 9.0), ("b", 8.0), ("c", 5.0))]
+    rhos = {"a": 9.0, "b": 8.0, "c": 5.0}
+    apps = [app_of(name, gang=2, demand_max=2) for name in rhos]
     rows = ((2, "cluster", 4.0),)
     bids = {AppId(name): bid_of(name, 8.0, *rows) for name in ("a", "b")}
-    view = replace(view_of(gpus, apps), offered=(AppId("a"), AppId("b")))
+    view = replace(view_of(gpus, apps, rhos), offered=(AppId("a"), AppId("b")))
     policy = {rule: Themis(Settings(leftover=rule, fairness_knob=0.5)) for rule in ("bidders", "worst-off")}
     won = {rule: set(each.allocate(view, bids).assign.values()) for rule, each in policy.items()}
     assert won == {"bidders": {"c"}, "worst-off": {"a"}}
@@ -266,24 +271,24 @@ def test_leftovers_may_go_to_the_worst_off_whether_they_bid_or_not() -> None:
 
 def test_the_holder_of_a_leftover_gpu_keeps_it() -> None:
     gpus = gpus_of(2)
-    apps = [app_of("o-0", rho=9.0, demand_max=1), *apps_with(None, 1.0, 1.0)[1:]]
-    holder = app_of("o-7", rho=0.5, renewable=[gpus[1].gpu])
+    rhos = {"o-0": 9.0, "o-1": 1.0, "o-2": 1.0, "o-7": 0.5}
+    apps = [app_of("o-0", demand_max=1), app_of("o-1"), app_of("o-2"), app_of("o-7", renewable=[gpus[1].gpu])]
     for seed in range(10):
-        outcomes = play(view_of(gpus, [*apps, holder], seed=seed))
+        outcomes = play(view_of(gpus, apps, rhos, seed=seed))
         assert outcomes["o-7"].gpus == (gpus[1].gpu,)
         assert "keeps 1 GPU it holds, left over by the auction" in outcomes["o-7"].reason
 
 
 def test_a_silent_app_keeps_what_nobody_takes_and_gets_nothing_new() -> None:
     gpus = gpus_of(3)
-    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=None, renewable=[gpus[2].gpu])]
-    outcomes = play(view_of(gpus, apps), knobs=Settings(leftover="idle"))
+    apps = [app_of("o-0", demand_max=1), app_of("o-1", renewable=[gpus[2].gpu])]
+    outcomes = play(view_of(gpus, apps, {"o-0": 9.0}), knobs=Settings(leftover="idle"))
     assert outcomes["o-1"].gpus == (gpus[2].gpu,)
     assert "did not answer the probe in time" in outcomes["o-1"].reason
 
 
 def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
-    view = view_of(gpus_of(1), apps_with(9.0))
+    view = told(9.0)
     outcomes = settled(view, Themis().allocate(replace(view, offered=(AppId("o-0"),)), {}))
     assert "did not bid in time" in outcomes["o-0"].reason
     assert outcomes["o-0"].gpus == ()
@@ -291,9 +296,8 @@ def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
 
 @pytest.mark.parametrize("tenants_first", [False, True])
 def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tenants_first: bool) -> None:
-    liar, honest = apps_with(9.0, 4.0)
-    liar = replace(liar, allocated=(250.0, 0.0), declared_gpu_s=100.0)
-    view = view_of(gpus_of(1), [liar, honest])
+    liar, honest = replace(app_of("o-0"), allocated=(250.0, 0.0), declared_gpu_s=100.0), app_of("o-1")
+    view = view_of(gpus_of(1), [liar, honest], {"o-0": 9.0, "o-1": 4.0})
 
     def bidders(excess: float, had_gpu_s: float = 250.0) -> Sequence[AppId]:
         seen = replace(view, apps=(replace(liar, allocated=(had_gpu_s, 0.0)), honest))
@@ -306,28 +310,28 @@ def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tena
     assert "did not bid, its rho 3.6 (9 divided by 2.5, as it has had more than it declared) being" in (
         outcomes[liar.app].reason
     )
-    more = replace(view, apps=(replace(liar, allocated=(9e9, 0.0)), replace(honest, rho=2.0)))
+    more = view_of(gpus_of(1), [replace(liar, allocated=(9e9, 0.0)), honest], {"o-0": 9.0, "o-1": 2.0})
     policy = Themis(Settings(tenants_first=tenants_first, excess=2.0))
     assert policy.bidders(more) == (liar.app,), "9 counts for a quarter at least"
 
 
 def test_a_bid_by_an_app_that_was_not_asked_is_ignored() -> None:
-    view = view_of(gpus_of(1), apps_with(9.0, 1.0))
-    bids = {app.app: linear_bid(app, 1) for app in view.apps}
+    view = told(9.0, 1.0)
+    bids = {app.app: linear_bid(view, app) for app in view.apps}
     outcomes = settled(view, Themis().allocate(view, bids))
     assert not outcomes["o-1"].bid
     assert outcomes["o-0"].gpus
 
 
 def test_a_gang_that_no_leftover_fits_is_told_the_largest_hole() -> None:
-    apps = [app_of("o-0", rho=9.0, demand_max=1), app_of("o-1", rho=1.0, gang=4)]
-    outcomes = play(view_of(gpus_of(3, 2), apps))
+    apps = [app_of("o-0", demand_max=1), app_of("o-1", gang=4)]
+    outcomes = play(view_of(gpus_of(3, 2), apps, {"o-0": 9.0, "o-1": 1.0}))
     assert "it needs a gang of 4 on one node, and the largest hole is 3" in outcomes["o-1"].reason
 
 
 def contested(seed: int = 7) -> tuple[View, str, Settings]:
     """Two apps that both want both GPUs and pay for it, so that GPUs are left over by payment."""
-    return view_of(gpus_of(2), apps_with(8.0, 8.0), seed=seed), "themis", Settings(fairness_knob=0.0)
+    return told(8.0, 8.0, gpus=gpus_of(2), seed=seed), "themis", Settings(fairness_knob=0.0)
 
 
 def test_what_payments_leave_goes_back_to_bidders_or_idles_as_the_setting_says() -> None:
@@ -343,8 +347,8 @@ def test_what_payments_leave_goes_back_to_bidders_or_idles_as_the_setting_says()
 
 def test_who_loses_gpus_it_held_is_told_to_whom() -> None:
     gpus = gpus_of(1)
-    apps = [app_of("o-0", rho=9.0), app_of("o-1", rho=1.0, renewable=[gpus[0].gpu])]
-    outcomes = play(view_of(gpus, apps))
+    apps = [app_of("o-0"), app_of("o-1", renewable=[gpus[0].gpu])]
+    outcomes = play(view_of(gpus, apps, {"o-0": 9.0, "o-1": 1.0}))
     assert "of the GPUs it held, 1 went to o-0 (1)" in outcomes["o-1"].reason
 
 

@@ -41,7 +41,7 @@ def job(
     name: str, gang: int = 1, *, left_s: float | None = None, held: Sequence[GpuView] = (), **more: object
 ) -> AppView:
     """An app of one rigid job that may lie anywhere; it has held `held` since time 0."""
-    app = app_of(name, gang=gang, demand_max=gang, renewable=names(held), rho=None)
+    app = app_of(name, gang=gang, demand_max=gang, renewable=names(held))
     app = replace(
         app, spans=True, left_s=left_s, left_gpu_s=None if left_s is None else left_s * gang, leases=len(held)
     )
@@ -535,7 +535,6 @@ def rounds(draw: st.DrawFn, *, counted: bool) -> View:
             demand_max=demand,
             level_max="cluster" if counted else draw(st.sampled_from(LEVELS)),
             arrived_at=float(index),
-            rho=None,
             kept=tuple(held[in_play:]),
             renewable=names(held[:in_play]),
             only=None if counted else draw(st.none() | st.none() | st.just(names(cluster[::2]))),
@@ -696,7 +695,6 @@ def one_that_finds_no_room() -> View:
             demand,
             "cluster",
             float(index),
-            None,
             (),
             (),
             requirements=Requirements(spans=True),

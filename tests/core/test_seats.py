@@ -642,7 +642,7 @@ def test_a_gpu_of_which_a_seat_was_reported_elsewhere_has_guests_all_the_same(
 ) -> None:
     own = GpuView(GpuId("x"), NodeId("n1"), "r", "s0", AppId("own-1"))
     other = GpuView(seat(GpuId("x"), 1), NodeId(node), "r", slot)
-    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, level, 0.0, None, (), ())
+    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, level, 0.0, (), ())
     seats = (SeatView(own, cooperative=True), SeatView(other))
     view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)
     assert with_guests(view, Allocation({}, (), unnamed="holder")).assign == {other.gpu: "g-1"}
@@ -694,7 +694,7 @@ def test_each_guest_comes_where_its_gang_shares_least(nodes: list[list[int]], ga
                 holder = AppId(f"h{number}-{slot}-{place}") if place < count else None
                 gpu = GpuView(seat(GpuId(f"n{number}-{slot}"), place), NodeId(f"n{number}"), "", f"s{slot}", holder)
                 seats.append(SeatView(gpu, guest=place > 0 and holder is not None, cooperative=True))
-    plain = AppView(AppId(""), TenantId("t"), 1, 1, "cluster", 0.0, None, (), (), cooperative=True)
+    plain = AppView(AppId(""), TenantId("t"), 1, 1, "cluster", 0.0, (), (), cooperative=True)
     apps = [replace(plain, app=AppId(f"a{i}"), gang=gang, demand_max=gang) for i, gang in enumerate(gangs)]
     view = View(1, 0, 60.0, len(sitting), (), tuple(apps), 0.0, seats=tuple(seats), shared=True)
     assigned = with_guests(view, Allocation({}, (), unnamed="holder")).assign
@@ -718,7 +718,7 @@ def test_an_app_that_loses_its_seat_of_a_gpu_does_not_come_back_there_as_a_guest
         GpuView(seat(GpuId("g"), n), NodeId("n"), "", "s", holder) for n, holder in enumerate(("guest", None, "app"))
     ]
     seats = tuple(SeatView(gpu, guest=gpu.holder == "guest", cooperative=True) for gpu in places)
-    plain = AppView(AppId("app"), TenantId("t"), 1, 1, "cluster", 0.0, None, (), (), cooperative=True)
+    plain = AppView(AppId("app"), TenantId("t"), 1, 1, "cluster", 0.0, (), (), cooperative=True)
     view = View(1, 0, 60.0, 1, (places[2],), (plain,), 0.0, seats=seats, shared=True)
     found = with_guests(view, Allocation({}, (), unnamed="holder", freed=(places[2].gpu,)))
     assert (found.assign, found.freed) == ({}, (places[2].gpu,))
@@ -731,7 +731,7 @@ def test_a_guest_leaves_a_seat_that_lies_too_far_from_the_gpu_that_it_gets_for_i
     seats = tuple(SeatView(gpu, guest=gpu.holder == "app", cooperative=True) for gpu in (own, *places))
     levels: dict[Level, tuple[GpuId, ...]] = {"slot": (places[1].gpu,), "machine": ()}
     for level, left in levels.items():
-        app = AppView(AppId("app"), TenantId("t"), 1, 3, level, 0.0, None, (), (), cooperative=True)
+        app = AppView(AppId("app"), TenantId("t"), 1, 3, level, 0.0, (), (), cooperative=True)
         view = View(1, 0, 60.0, 2, (own,), (app,), 0.0, seats=seats, shared=True)
         found = with_guests(view, Allocation({own.gpu: AppId("app")}, (), unnamed="holder"))
         assert (found.assign, found.freed) == ({own.gpu: AppId("app")}, left)
@@ -778,7 +778,7 @@ def test_a_guest_that_wants_nothing_more_leaves_such_a_gpu_too() -> None:
     own = [GpuView(gpu, NodeId("n"), "", "s", AppId("own")) for gpu in gpus]
     guests = [GpuView(seat(gpu, 1), NodeId("n"), "", "s", AppId("held")) for gpu in gpus]
     seats = tuple(SeatView(gpu, guest=gpu in guests, cooperative=True) for gpu in (*own, *guests))
-    wide = AppView(AppId("w"), TenantId("t"), 2, 2, "cluster", 0.0, None, (), (), requirements=Requirements(spans=True))
+    wide = AppView(AppId("w"), TenantId("t"), 2, 2, "cluster", 0.0, (), (), requirements=Requirements(spans=True))
     view = View(1, 0, 60.0, 2, tuple(own), (wide,), 0.0, seats=seats, shared=True)
     for won, left in ((gpus, [gpu.gpu for gpu in guests]), (gpus[:1], [guests[0].gpu]), ([], [])):
         assign = dict.fromkeys(won, wide.app)
@@ -815,7 +815,7 @@ def test_while_it_waits_no_more_guests_come_to_the_gpus_that_it_would_have_first
 def test_gpus_that_are_promised_to_it_have_no_guests_either() -> None:
     own = GpuView(GpuId("x"), NodeId("n1"), "r", "s0", AppId("own-1"))
     free = GpuView(seat(GpuId("x"), 1), NodeId("n1"), "r", "s0")
-    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, "cluster", 0.0, None, (), ())
+    guest = AppView(AppId("g-1"), TenantId("t"), 1, 1, "cluster", 0.0, (), ())
     for taken in (False, True):
         seats = (SeatView(own, cooperative=True, taken=taken), SeatView(free, taken=taken))
         view = View(1, 0, 60.0, 1, (), (guest,), 0.0, seats=seats, shared=True)

@@ -49,9 +49,10 @@ def test_the_arbiter_replies_with_rho_by_its_own_clock_and_n_avg() -> None:
     # T_sh is age, a lease more and 600 s; T_id is 1,200 s over 4 GPUs times N_avg, which is less for the first.
     age_s = asked.view.now - ana.arrived_at
     mean = ((age_s - 3.0) * 2.0 + 3.0) / age_s
-    assert ana.rho == pytest.approx((age_s + 100.0 + 600.0) / (300.0 * mean))
-    assert bob.rho == pytest.approx((age_s - 3.0 + 100.0 + 600.0) / (300.0 * 2.0))
-    assert asked.bids["ana-1"].rho_none == pytest.approx(ana.rho)
+    rhos = asked.view.rhos
+    assert rhos[ana.app] == pytest.approx((age_s + 100.0 + 600.0) / (300.0 * mean))
+    assert rhos[bob.app] == pytest.approx((age_s - 3.0 + 100.0 + 600.0) / (300.0 * 2.0))
+    assert asked.bids["ana-1"].rho_none == pytest.approx(rhos[ana.app])
 
 
 def test_rho_goes_by_the_leases_of_this_moment_also_before_the_app_reports_again() -> None:

@@ -7,6 +7,8 @@ import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from msgspec.structs import replace
+
 from arbiter.core.placement.locality import LOOSENESS
 from arbiter.core.policies.themis.auction import bids, instance
 from arbiter.core.policies.themis.auction.bids import Entry, Settlement
@@ -33,7 +35,6 @@ def app_of(
     gang: int = 1,
     demand_max: int = 10_000,
     level_max: Level = "cluster",
-    rho: float | None = 1.0,
     kept: Sequence[GpuView] = (),
     renewable: Sequence[GpuId] = (),
     only: Sequence[GpuId] | None = None,
@@ -45,15 +46,19 @@ def app_of(
         demand_max=demand_max,
         level_max=level_max,
         arrived_at=0.0,
-        rho=rho,
         kept=tuple(kept),
         renewable=tuple(renewable),
         only=None if only is None else tuple(only),
     )
 
 
-def view_of(gpus: Iterable[GpuView], apps: Iterable[AppView], seed: int = 7) -> View:
-    return View(round=1, seed=seed, lease_s=60.0, cluster_gpus=64, gpus=tuple(gpus), apps=tuple(apps))
+def view_of(
+    gpus: Iterable[GpuView], apps: Iterable[AppView], rhos: Mapping[str, float] | None = None, *, seed: int = 7
+) -> View:
+    """A round in which the apps have told these rhos; by default all of them, and 1."""
+    apps = tuple(apps)
+    told = {app.app: 1.0 for app in apps} if rhos is None else {AppId(name): rho for name, rho in rhos.items()}
+    return View(round=1, seed=seed, lease_s=60.0, cluster_gpus=64, gpus=tuple(gpus), apps=apps, rhos=told)
 
 
 def bid_of(
@@ -73,8 +78,16 @@ def bid_of(
     )
 
 
-def entry_of(gpus: Sequence[GpuView], apps: Sequence[AppView], bids_: Sequence[Bid], *, seed: int = 7) -> Entry:
-    return bids.enter(view_of(gpus, apps, seed), {bid.app: bid for bid in bids_})
+def entry_of(
+    gpus: Sequence[GpuView],
+    apps: Sequence[AppView],
+    bids_: Sequence[Bid],
+    *,
+    ideal_times_s: Mapping[AppId, float] = {},
+    seed: int = 7,
+) -> Entry:
+    view = replace(view_of(gpus, apps, seed=seed), ideal_times_s=ideal_times_s)
+    return bids.enter(view, {bid.app: bid for bid in bids_})
 
 
 def settle(entry: Entry, steps: int = AMPLE) -> Settlement:
@@ -165,7 +178,7 @@ def random_round(seed: int, *, gpus_max: int = 7, bidders_max: int = 5) -> tuple
         if dice.random() < 0.2:
             apps.append(app_of(name + "twin", gang=gang, kept=[]))
             found.append(bid_of(name + "twin", base, *rows))
-    return view_of(offered, apps, seed), {bid.app: bid for bid in found}
+    return view_of(offered, apps, seed=seed), {bid.app: bid for bid in found}
 
 
 def _share(dice: random.Random) -> float:

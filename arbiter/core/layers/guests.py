@@ -216,7 +216,7 @@ class _Guests:
         """Return the apps in the policy's order; else the worst off first, then by arrival."""
         place = {app: index for index, app in enumerate(self._allocation.order)}
         last = len(place)
-        return sorted(self._view.apps, key=lambda app: (place.get(app.app, last), -(app.rho or 0.0)))
+        return sorted(self._view.apps, key=lambda app: (place.get(app.app, last), -self._view.rhos.get(app.app, 0.0)))
 
     def _invite(self, app: AppView) -> None:
         """Seat gang after gang of `app`, as long as it wants GPUs and there is a place."""

@@ -414,7 +414,6 @@ def _newcomer(app: App) -> AppView:
         demand_max=app.demand_max,
         level_max=app.level_max,
         arrived_at=app.arrived_at,
-        rho=None,
         kept=(),
         renewable=(),
         requirements=app.requirements,

@@ -272,7 +272,6 @@ def asking(app: App) -> AppView:
         demand_max=max(app.demand_max, app.demand_most),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
-        rho=None,
         kept=(),
         renewable=(),
         requirements=app.requirements,

@@ -329,6 +329,8 @@ def _as_seen(turn: Turn, view: View, bids: dict[AppId, Bid]) -> dict[AppId, Bid]
 def _ask_policy(turn: Turn, view: View, bids: dict[AppId, Bid], phase: Bidding) -> None:
     state = turn.state
     settings = state.settings
+    if bids:
+        view = replace(view, ideal_times_s=stated.ideal_times_s(turn, bids))
     turn.effects.append(Decide(state.round, state.epoch, settings.policy, settings.policy_settings, view, bids))
     state.phase = Deciding(
         started_at=phase.started_at,

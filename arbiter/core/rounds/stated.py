@@ -6,7 +6,7 @@ decision is the same, to the last bit (`valuation.standing`). A valuation lapses
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -207,14 +207,14 @@ def _worked_out(turn: Turn, app: model.App, work: Callable[[], ReplyT]) -> Reply
         return None
 
 
-def ideal_times_s(turn: Turn, app_ids: Sequence[AppId]) -> list[float]:
+def ideal_times_s(turn: Turn, app_ids: Iterable[AppId]) -> dict[AppId, float]:
     """Return T_id of each of these apps now."""
     apps = [turn.state.apps[app_id] for app_id in app_ids]
     means = apps_means(
         turn, turn.now - _column([app.arrived_at for app in apps]), _column([app.apps_integral for app in apps])
     )
-    times_s: list[float] = (_clusters_s(turn, apps) * means).tolist()  # Eq. 1
-    return times_s
+    times_s = (_clusters_s(turn, apps) * means).tolist()  # Eq. 1
+    return {app.id: ideal_s for app, ideal_s in zip(apps, times_s, strict=True)}
 
 
 def _clusters_s(turn: Turn, apps: Sequence[model.App]) -> Floats:

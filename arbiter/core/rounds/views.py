@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from arbiter.core.layers import interactive
 from arbiter.core.leases import leases, preemption_budget
-from arbiter.core.rounds import seats, stated
+from arbiter.core.rounds import seats
 from arbiter.core.seam import (
     AppView,
     GpuView,
@@ -67,7 +67,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
     """Return the frozen view of the apps that can use GPUs and the GPUs in play."""
     state, index = turn.state, turn.index
     seen = looks(turn, gpus)
-    apps = _with_rhos(turn, seen.apps, rhos) if rhos else seen.apps
+    apps = tuple(seen.apps)
     waits = seen.interactive_wait and _serves_interactive(turn)
     may_be_taken, holders = takeable(turn, gpus) if waits else ((), ())
     return View(
@@ -76,7 +76,8 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         lease_s=state.settings.lease_s,
         cluster_gpus=index.census()[1],
         gpus=tuple(gpus.values()),
-        apps=tuple(apps),
+        apps=apps,
+        rhos=dict(rhos),
         now=turn.now,
         apps_integral=state.apps_count.integral(turn.now),
         unseen=seen.unseen,
@@ -218,17 +219,6 @@ def seed_of(state: State) -> int:
     return state.settings.seed * 1_000_003 + state.round
 
 
-def _with_rhos(turn: Turn, apps: Sequence[AppView], rhos: Mapping[AppId, float]) -> list[AppView]:
-    """Return the apps, those that have replied with their rho and T_id."""
-    replied = [view for view in apps if view.app in rhos]
-    times_s = stated.ideal_times_s(turn, [view.app for view in replied])
-    found = [replace(view, rho=rhos[view.app], ideal_s=s) for view, s in zip(replied, times_s, strict=True)]
-    if len(found) == len(apps):
-        return found
-    anew = {view.app: view for view in found}
-    return [anew.get(view.app, view) for view in apps]
-
-
 def _look_at(
     turn: Turn, app: model.App, renewable: tuple[GpuId, ...], guest_at: tuple[GpuId, ...], promised: Sequence[Gpu]
 ) -> AppView:
@@ -243,7 +233,6 @@ def _look_at(
         demand_max=_within_kind(turn, app, app.demand_able, held),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
-        rho=None,
         kept=_kept(turn, app, held, frozenset((*renewable, *guest_at)), promised),
         renewable=renewable,
         only=only,

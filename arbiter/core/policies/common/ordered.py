@@ -376,7 +376,7 @@ class _Words:
         own = self._selection.own.get(app.app, ())
         fresh = self._selection.fresh.get(app.app, ())
         won = tuple(sorted((*own, *fresh)))
-        return Outcome(app.app, won, self._reason(app, len(own), len(fresh)), won=len(won), rho_now=app.rho)
+        return Outcome(app.app, won, self._reason(app, len(own), len(fresh)), won=len(won))
 
     @cached_property
     def _figure(self) -> Callable[[AppView], str]:

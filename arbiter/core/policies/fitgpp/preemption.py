@@ -384,9 +384,7 @@ class Round:
         changed = {*assign.values(), *self.preempted}
         apps = self.view.apps if self._told else [app for app in self.view.apps if app.app in changed]
         return tuple(
-            Outcome(
-                app.app, tuple(own[app.app]), self._reason(app, own[app.app]), won=len(own[app.app]), rho_now=app.rho
-            )
+            Outcome(app.app, tuple(own[app.app]), self._reason(app, own[app.app]), won=len(own[app.app]))
             for app in apps
         )
 

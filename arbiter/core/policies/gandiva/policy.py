@@ -598,7 +598,7 @@ class _Round:
         elif not words:
             words.append(f"wants no more than the {gpus(len(app.kept))} it keeps" if app.kept else "needs no GPU now")
         lost = [gpu for gpu in app.renewable if gpu not in has]
-        return Outcome(app.app, has, "; ".join(words) + losses(lost, self.table.owner), won=len(has), rho_now=app.rho)
+        return Outcome(app.app, has, "; ".join(words) + losses(lost, self.table.owner), won=len(has))
 
     def _why(self, app: AppView) -> str:
         return self._asleep.get(app.app) or self._too_few(app)

@@ -94,7 +94,7 @@ class Dorm(Policy):
                 part += f", of which {short} cannot be had now: {deal.misfit(app)}"
             elif short < 0:
                 part += f", and {gpus(-short)} {'is' if short == -1 else 'are'} of no use to those whose part it is"
-        return Outcome(app.app, got, part + deal.losses(app), won=len(got), rho_now=app.rho)
+        return Outcome(app.app, got, part + deal.losses(app), won=len(got))
 
 
 def _short(app: AppView, deal: Deal, count: int) -> int:

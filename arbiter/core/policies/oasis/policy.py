@@ -273,7 +273,7 @@ class _Round:
         names = tuple(sorted(gpu.gpu for gpu in self._deal.got[app.app]))
         owner = self._deal.assign if set(app.renewable) - set(names) else {}
         lost = losses([gpu for gpu in app.renewable if gpu not in names], owner)
-        return Outcome(app.app, names, self._reason(app, len(names)) + lost, won=len(names), rho_now=app.rho)
+        return Outcome(app.app, names, self._reason(app, len(names)) + lost, won=len(names))
 
     def _next_told(self, booking: Booking) -> str:
         """Return a clause on the first slot to come in which there is something booked."""

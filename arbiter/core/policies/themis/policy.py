@@ -104,7 +104,7 @@ class Themis(Policy):
         With `tenants_first` that is so within each tenant that has a part of the GPUs in play; bids of others would not
         enter any auction.
         """
-        able = [app for app in view.apps if app.rho is not None and app.want > 0]
+        able = [app for app in view.apps if app.app in view.rhos and app.want > 0]
         if not self._settings.tenants_first:
             return self._worst_off(view, able)
         by_tenant: dict[TenantId, list[AppView]] = {}
@@ -220,7 +220,7 @@ class _Round:
     def deal_leftovers(self, *, to_bidders: bool) -> None:
         others = [app for app in self._view.apps if app.app not in self._awards]
         self._renew(others)
-        self._draw_lots([app for app in others if app.rho is not None and app.app not in self._offered])
+        self._draw_lots([app for app in others if app.app in self._view.rhos and app.app not in self._offered])
         if to_bidders:
             bidders = [self._as_bid(app) for app in self._view.apps if app.app in self._awards]
             self._renew(bidders)
@@ -230,7 +230,7 @@ class _Round:
         """Give one gang at a time to each app that has told its rho, the greatest first, whether it bid or not."""
         self._way = "in order of rho"
         apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
-        answered = (app for app in apps if app.rho is not None)
+        answered = (app for app in apps if app.app in self._view.rhos)
         waiting = sorted(answered, key=lambda app: (-_rho(self._view, app, self._excess), app.app))
         while waiting:
             waiting = [app for app in waiting if self._give_one_gang(app)]
@@ -267,10 +267,10 @@ class _Round:
     def outcome(self, app: AppView) -> Outcome:
         got = self.deal.got[app.app]
         names = tuple(sorted(gpu.gpu for gpu in got))
-        award = self._awards.get(app.app)
+        award, rho = self._awards.get(app.app), self._view.rhos.get(app.app)
         tail = self._leftover_clause(app) + self.deal.losses(app)
         if award is None:
-            return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=app.rho)
+            return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=rho)
         bidder = self._bidders[app.app]
         return Outcome(
             app=app.app,
@@ -279,7 +279,7 @@ class _Round:
             bid=True,
             won=len(award.won),
             fraction=award.fraction,
-            rho_now=bidder.rho_none if app.rho is None else app.rho,
+            rho_now=bidder.rho_none if rho is None else rho,
             rho_next=bidder.rho(got),
             fraction_gap=self._fraction_gap(award),
             loss=self._losses.get(app.app),
@@ -330,12 +330,13 @@ class _Round:
             return _content(app)
         if app.app in self._offered:
             return "was offered the GPUs in play and did not bid in time"
-        if app.rho is None:
+        rho = self._view.rhos.get(app.app)
+        if rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "no app"
         counted, why = _rho(self._view, app, self._excess), ""
-        if counted < app.rho:
-            why = f" ({app.rho:.4g} divided by {app.rho / counted:.3g}, as it has had more than it declared)"
+        if counted < rho:
+            why = f" ({rho:.4g} divided by {rho / counted:.3g}, as it has had more than it declared)"
         return f"did not bid, its rho {counted:.4g}{why} being {self._cutoff}; the auction's GPUs went to {winners}"
 
     @property
@@ -345,7 +346,7 @@ class _Round:
 
     @cached_property
     def _cutoff(self) -> str:
-        bidders = [app for app in self._view.apps if app.app in self._offered and app.rho is not None]
+        bidders = [app for app in self._view.apps if app.app in self._offered and app.app in self._view.rhos]
         rhos = [_rho(self._view, app, self._excess) for app in bidders]
         return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
 
@@ -398,8 +399,8 @@ def within_tenants(
 
 
 def _is_same(one: View, other: View) -> bool:
-    """Whether two views are the very same, but for the apps that saw the offer and what apps are told."""
-    fields = (name for name in View.__struct_fields__ if name not in ("offered", "tells", "explains"))
+    """Whether two views are the very same in all that a split depends on."""
+    fields = (name for name in View.__struct_fields__ if name not in ("offered", "ideal_times_s", "tells", "explains"))
     return all(getattr(one, name) is getattr(other, name) for name in fields)
 
 
@@ -414,7 +415,7 @@ def _split(view: View, excess: float) -> dict[GpuId, TenantId]:
     selection = Selection(view, view.apps, told=False)
 
     def worth(app: AppView) -> float:
-        return -_rho(view, app, excess) if app.rho is not None else math.inf
+        return -_rho(view, app, excess) if app.app in view.rhos else math.inf
 
     for app, gpus_max in tenant_by_tenant(view, selection, standings, worth):
         selection.take(app, gpus_max)
@@ -454,6 +455,7 @@ class _Partless:
     """Why a tenant has no part of the GPUs in play, said to each of its apps."""
 
     def __init__(self, view: View) -> None:
+        self.rhos = view.rhos
         self._in_play = Deal(view)
         self._misfits: dict[tuple[object, ...], str] = {}
 
@@ -496,7 +498,7 @@ def _told(
     """Return an app's outcome with what its tenant's part was to it."""
     lost = losses([gpu for gpu in app.renewable if owner.get(gpu) != app.tenant], assign)
     if outcome is None:
-        return Outcome(app.app, (), partless.reason(app) + lost, rho_now=app.rho)
+        return Outcome(app.app, (), partless.reason(app) + lost, rho_now=partless.rhos.get(app.app))
     return replace(outcome, reason=f"in the part of {app.tenant}: {outcome.reason}{lost}")
 
 
@@ -518,10 +520,10 @@ def _content(app: AppView) -> str:
 
 def _rho(view: View, app: AppView, excess: float) -> float:
     """Return the rho by which an app comes to bid: less by so many times as it has had more than it declared."""
-    assert app.rho is not None, f"{app.app} has not answered"
-    if not app.declared_gpu_s:
-        return app.rho
+    rho = view.rhos[app.app]
+    if excess == math.inf or not app.declared_gpu_s:
+        return rho
     had_gpu_s = view.allocated_gpu_s(app)
     if had_gpu_s <= excess * app.declared_gpu_s:
-        return app.rho
-    return app.rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)
+        return rho
+    return rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)

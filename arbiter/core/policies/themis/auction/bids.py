@@ -234,7 +234,7 @@ def _sunk(view: View, app: AppView, rho_none: float) -> float:
     The age is the arbiter's own count. T_id is the app's word, but no word brings it more GPUs than none at all: the
     lot of `rounding.keep` is the worse, the greater this share.
     """
-    shared_s = rho_none * app.ideal_s
+    shared_s = rho_none * view.ideal_times_s.get(app.app, 0.0)
     if not shared_s > 0.0:
         return 0.0
     return min(max(view.elapsed_s(app) / shared_s, 0.0), JUST_BELOW_ONE)
