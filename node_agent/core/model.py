@@ -166,6 +166,7 @@ class Facts(Struct, frozen=True):
     suspensions: int = 0
     refused: tuple[str, ...] = ()  #: methods that it refused in this attempt
     refusal: str = ""  #: why it refused the last of them
+    driver_lost: bool = False  #: the driver of this node has lost an earlier attempt of its job
     metrics: dict[str, float] = {}
     diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number
     samples: int = 0

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from node_agent.core import moves
 from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
-from node_agent.core.model import Exited, Suspended, Task, Waiting
+from node_agent.core.model import Exited, Facts, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
 from protocol.messages import GpuId, NodePlan, TaskOrder, device_of
 
@@ -103,7 +103,8 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
 
 
 def _add_task(node: NodeState, order: TaskOrder) -> None:
-    task = Task(order.task, order.app, order.job, order.attempt, order.gpus, Waiting())
+    facts = Facts(driver_lost=order.job in node.driver_lost)
+    task = Task(order.task, order.app, order.job, order.attempt, order.gpus, Waiting(), facts=facts)
     node.put(_with_order(task, order))
     node.tell(order.task, f"ordered to {order.want} on {', '.join(order.gpus)}")
 

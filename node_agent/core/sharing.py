@@ -162,6 +162,7 @@ class Sharing:
             fresh=all(isinstance(task.state, Waiting) for task in unit),
             active=any(task.occupies for task in unit),
             starting=any(isinstance(task.state, Starting | Loading) for task in unit),
+            keeping=any(isinstance(task.state, Suspended) and bool(task.state.kept) for task in unit),
             cost_s=max(task.facts.suspend_s + task.facts.resume_s for task in unit),
         )
 

@@ -5,6 +5,9 @@ moment, so that a gang finds all its GPUs free at once instead of waiting for ev
 goes to the task of the highest priority, then to the one that has waited longest. GPUs that it leaves over go to the
 next task that fits. A newcomer that has never run cuts a turn short, for early feedback (Gandiva, section 3.1).
 
+A parked task may keep memory that the task whose turn it is needs. Then the turn ends, and the parked task is next:
+on the GPUs that it keeps no other task fits.
+
 A turn begins when all its tasks are on their GPUs and past their start, which is no part of it. It lasts `quantum_s`,
 or longer where suspending and resuming would take more than `overhead_max` of it. A task that cannot be suspended keeps
 its GPUs.
@@ -33,8 +36,9 @@ class Contender(Struct, frozen=True):
     """Tasks that want the same turn: one, or two that run together. `devices` are theirs on this node.
 
     `fixed` ones cannot be suspended; `leaving` ones need one short turn more, to save; `fresh` ones have never run;
-    `active` ones have a process that is not parked; `starting` ones have one that trains nothing yet. `cost_s` is the
-    time that suspending and resuming them took last.
+    `active` ones have a process that is not parked; `starting` ones have one that trains nothing yet; `keeping` ones
+    are parked and were found to keep memory of their GPUs. `cost_s` is the time that suspending and resuming them took
+    last.
     """
 
     tasks: tuple[TaskId, ...]
@@ -45,6 +49,7 @@ class Contender(Struct, frozen=True):
     fresh: bool = False
     active: bool = False
     starting: bool = False
+    keeping: bool = False
     cost_s: float = 0.0
 
     @property
@@ -116,7 +121,7 @@ class Slices:
         waiting = [contender for contender in group if contender not in current]
         began = self._start_of_turn(now, current, devices)
         ends_at = began + self._lasts_s(group, waiting, quantum_s) + _patience_s(current)
-        ended = now >= ends_at or _clash(current) or _outranked(current, waiting)
+        ended = now >= ends_at or _clash(current) or _outranked(current, waiting) or _kept_out(current, waiting)
         kept = [contender for contender in current if contender.fixed or not ended]
         chosen = _fill(kept, sorted((contender for contender in group if contender not in kept), key=self._rank))
         if ended or not current:
@@ -157,7 +162,8 @@ class Slices:
         accounts = [self._accounts[task] for task in contender.tasks]
         last_at = max(-1.0 if account.last_at is None else account.last_at for account in accounts)
         joined_at = min(account.joined_at for account in accounts)
-        return (not contender.fixed, not contender.leaving, -contender.priority, last_at, joined_at, contender.tasks)
+        first = (not contender.fixed, not contender.keeping, not contender.leaving)
+        return (*first, -contender.priority, last_at, joined_at, contender.tasks)
 
 
 def _fill(kept: Sequence[Contender], waiting: Iterable[Contender]) -> list[Contender]:
@@ -190,6 +196,17 @@ def _outranked(current: Sequence[Contender], waiting: Sequence[Contender]) -> bo
         all(not contender.fixed and contender.priority < other.priority for contender in blockers)
         for other in waiting
         if (blockers := [contender for contender in current if contender.devices & other.devices])
+    )
+
+
+def _kept_out(current: Sequence[Contender], waiting: Sequence[Contender]) -> bool:
+    """Whether a task cannot begin its turn, as a waiting one keeps memory of its GPUs."""
+    return any(
+        keeper.devices & contender.devices
+        for keeper in waiting
+        if keeper.keeping
+        for contender in current
+        if not (contender.active or contender.keeping)
     )
 
 

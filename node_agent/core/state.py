@@ -16,9 +16,11 @@ from node_agent.core.model import TRANSITIONS, IllegalTransition, MpsFault, Runn
 from node_agent.core.proof import Gpus
 from node_agent.core.sharing import Sharing
 from node_agent.core.suspend_methods import SuspendMethods
-from protocol.messages import GpuId, TaskId
+from protocol.messages import GpuId, JobId, TaskId
 
 STORY_MAX = 64
+#: Jobs that the driver has lost, of which as many are remembered.
+JOBS_MAX = 1000
 
 
 class NodeState:
@@ -45,6 +47,7 @@ class NodeState:
         self.gpus = Gpus(facts)
         self.methods = SuspendMethods(facts, self.gpus)
         self.sharing = Sharing(facts, self.gpus, self.methods)
+        self.driver_lost: dict[JobId, None] = {}  #: jobs of which the driver has lost an attempt, the newest last
         self.order_seq = 0
         self.mps_faults: dict[TaskId, MpsFault] = {}
         self.mps_failed_at: dict[GpuId, float] = {}  #: when a client of MPS last failed on each device
@@ -74,6 +77,13 @@ class NodeState:
     def tell(self, task_id: TaskId, what: str) -> None:
         """Add a line to the story of a task."""
         self.stories.setdefault(task_id, deque(maxlen=STORY_MAX)).append(f"{self.now:.3f} {what}")
+
+    def note_driver_lost(self, job: JobId) -> None:
+        """Remember that the driver has lost an attempt of a job."""
+        self.driver_lost.pop(job, None)
+        self.driver_lost[job] = None
+        if len(self.driver_lost) > JOBS_MAX:
+            del self.driver_lost[next(iter(self.driver_lost))]
 
     def next_order_seq(self) -> int:
         """Return the number of the next order."""

@@ -41,6 +41,9 @@ class SuspendMethods:
             found.remove("driver")
         if "leave" in found and not facts.can_checkpoint:
             found.remove("leave")
+        # A job that the driver has lost takes no turns by it. It is asked again where the job ends otherwise.
+        if "driver" in found and facts.driver_lost and (among is REST_METHODS or "leave" in found):
+            found.remove("driver")
         # Before its first mini-batch a task may park all of its GPUs' memory; without a save it loses only its start.
         spared = "leave" in found or task.ranks.apart
         unknown = self._is_of_unknown_size(task)
@@ -75,6 +78,8 @@ class SuspendMethods:
         if task.ranks.apart:
             return "its job lies on several nodes, and takes no turns"
         why = self._why_not_parked(task)
+        if task.facts.driver_lost and self._facts.driver and not task.facts.mps:
+            return f"{why}; the driver is not asked, as it has lost an earlier attempt of this job"
         if task.facts.mps and self._facts.driver:
             return f"{why}; the driver is not asked, as it is a client of MPS, and no test has shown that this works"
         return why
@@ -92,7 +97,7 @@ class SuspendMethods:
             return "it has not made its first mini-batch yet"
         if facts.can_park:
             return f"host memory for parked jobs has no room for its {facts.state_bytes} bytes"
-        if facts.mps:
+        if facts.mps or facts.driver_lost:
             return "it does not use the library"
         return "it does not use the library, and the driver cannot checkpoint processes here"
 

@@ -275,6 +275,7 @@ def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
         case Loading() | Running() if event.do == "resume" and event.ok:
             node.put(replace(node.tasks[event.task], image_of=()))
         case Suspending() | Resuming() | Suspended() | Loading() | Running() if event.lost:
+            node.note_driver_lost(node.tasks[event.task].job)
             why = f"the driver could not {event.do} it and it can never go on ({event.reason})"
             ladder.kill(node, node.tasks[event.task], "preempted", f"{why}; {lost_work(node.tasks[event.task].facts)}")
         case Loading() | Running() if event.do == "suspend" and event.ok:

@@ -14,8 +14,8 @@ from node_agent.core.model import Facts, Running, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
-from tests.support.node_harness import NODE, gpu
-from tests.support.shared_node import GIB, SharedNode
+from tests.support.node_harness import NODE, gpu, task_order
+from tests.support.shared_node import GIB, Nature, SharedNode
 
 
 def phase(node: SharedNode, task: TaskId) -> str:
@@ -162,6 +162,41 @@ def test_a_job_that_keeps_memory_when_it_is_parked_is_suspended_by_the_driver_in
     assert [said for said in node.said if said[1:] == (a, "driver suspend")]
     assert node.steps(a) > 0.4 * 1300 / 0.5
     assert node.steps(b) > 0.4 * 1300 / 0.5
+
+
+def test_a_gang_that_keeps_memory_of_one_gpu_when_it_is_parked_gets_its_turn_before_the_job_that_it_keeps_out() -> None:
+    """Fault world 1796204784: the job could not begin its turn, the gang waited for another, and a GPU lay idle."""
+    node = SharedNode(gpus=2)
+    gang = node.add("g", 0, 1, keeps_bytes=2 * GIB)
+    node.pass_time(15.0)
+    node.add("a", 0, seat_number=1)
+    node.add("b", 1, seat_number=1)
+    node.pass_time(120.0)
+    assert node.is_running(gang)
+    assert "cannot be suspended: kept 2.0 GiB of GPU-0 when it was parked" in node.status(gang).measured.remark
+
+
+def test_a_job_that_the_driver_has_lost_takes_no_turns_by_it_any_more() -> None:
+    """Fault world 1796205718: four jobs lost all that they had done, again and again, and no other came to its turn."""
+    node = SharedNode(driver=True)
+    first = node.add("a", 0, refuses="a CUDA graph is alive", driver="lost")
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(130.0)
+    assert "the driver could not suspend it and it can never go on" in node.status(first).reason
+    order = task_order("a-1.0-a1")
+    node.orders[order.task] = replace(order, gpus=node.orders.pop(first).gpus)
+    node.replan()
+    node.pass_time(600.0)
+    second = order.task
+    assert node.is_running(second)
+    assert [said for said in node.said if said[1] == second and "driver" in said[2]] == []
+    remark = node.status(second).measured.remark
+    assert "a CUDA graph is alive; the driver is not asked, as it has lost an earlier attempt of this job" in remark
+    assert "the driver is not asked" in node.status(b).reason
+    node.natures["a"] = Nature(refuses="a CUDA graph is alive")
+    node.want(second, "vacate")
+    node.pass_time(60.0)
+    assert [do for _, task, do in node.said if task == second and "driver" in do] == ["driver suspend"], "or it ends"
 
 
 def test_what_the_driver_has_suspended_is_restored_only_where_it_fits() -> None:

@@ -14,6 +14,7 @@ from arbiter.core.leases import alignment, leases
 from arbiter.core.leases.plans import plan_news
 from arbiter.core.members import nodes
 from arbiter.core.registry import POLICIES
+from arbiter.core.rounds import enactment
 from arbiter.core.rounds.seats import seats_of, shown
 from arbiter.core.rounds.views import make_view
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, SeatView, View
@@ -657,6 +658,37 @@ def test_of_gangs_that_are_parked_on_one_gpu_the_first_is_served_first() -> None
     jobs = [replace(wish("ana-1", number, gpus), suspended=True) for number, gpus in enumerate((first, last))]
     site.app("ana-1", gang=2, demand=4, jobs=jobs)
     assert site.arbiter.state.apps[AppId("ana-1")].only == tuple(first)
+
+
+def test_no_seat_is_given_of_a_gpu_on_which_an_app_stays_that_shares_none_and_so_no_part_of_a_gang() -> None:
+    """Fault world 1796208575: the policy was changed during a round, and the app kept what the round took."""
+    site = Site(SHARED)
+    site.node("n1", 3)
+    site.app("wide-1", gang=2, demand=2, spans=True)
+    for app in ("bob-1", "gus-1"):
+        site.app(app)
+    state = site.arbiter.state
+    state.apps[AppId("gus-1")] = replace(state.apps[AppId("gus-1")], gang=2, demand_max=2)
+    third = GpuId(gpu_id("n1", 2))
+    state.gpus[third] = replace(state.gpus[third], state=Free(site.now))
+    state.gpus[seat(GpuId(ONE), 1)] = replace(state.gpus[third], id=seat(GpuId(ONE), 1))
+    turn = Turn(state, site.now, Index(state))
+    assert turn.index.gpus[AppId("wide-1")] == {ONE, TWO}
+
+    def why_in_vain(**given: str) -> dict[str, str]:
+        """Why of these seats some are not given; those of `wide` stay with it, unless another gets them."""
+        desired = {GpuId(gpu): AppId(f"{app}-1") for app, gpus in given.items() for gpu in gpus.split()}
+        here = {gpu: state.gpus[gpu] for gpu in desired}
+        return {str(gpu): why for gpu, why in enactment.in_vain(turn, here, desired).items()}
+
+    beside = "another app stays on that GPU, and one of the two shares none"
+    assert why_in_vain(bob=second(ONE)) == {second(ONE): beside}
+    assert why_in_vain(bob=third) == {}
+    assert why_in_vain(gus=f"{second(ONE)} {third}") == {
+        second(ONE): beside,
+        third: "that app has no use for it any more",
+    }
+    assert why_in_vain(bob=second(ONE), gus=f"{ONE} {third}") == {}, "it leaves"
 
 
 def test_a_promise_is_seen_anew_when_who_is_parked_on_it_goes_on() -> None:

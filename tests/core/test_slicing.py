@@ -72,6 +72,18 @@ def test_a_gang_gets_its_turn_beside_jobs_of_one_gpu() -> None:
     assert clock.had["c"] > clock.had["a"], "GPUs that the gang's turn leaves free are used"
 
 
+def test_a_parked_task_that_keeps_memory_of_a_gpu_is_next_if_the_turn_of_another_cannot_begin_there() -> None:
+    gang, a, b = contender("gang", 0, 1, active=True), contender("a", 0), contender("b", 1)
+    slices = Slices()
+    slices.update(0.0, [gang, a, b], 60.0)
+    slices.update(1.0, [gang, a, b], 60.0)
+    assert slices.update(61.0, [gang, a, b], 60.0) == {"a", "b"}
+    keeping, runs = replace(gang, active=False, keeping=True), replace(b, active=True)
+    assert slices.update(62.0, [keeping, replace(a, active=True), runs], 60.0) == {"a", "b"}, "both have begun"
+    assert slices.update(63.0, [keeping, a, runs], 60.0) == {"gang"}
+    assert slices.update(63.0, [keeping, replace(a, keeping=True), runs], 60.0) == {"gang"}, "of two the first stays"
+
+
 def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:
     clock = Clock(contender("low", 0), contender("high", 0, priority=5))
     assert clock.wait(600.0) == {"high"}

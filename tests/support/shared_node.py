@@ -46,7 +46,7 @@ class Nature(Struct, frozen=True):
     move_s: float = 0.1
     load_s: float = 0.0  #: between hello and its first mini-batch
     driver: str = "ok"
-    keeps_bytes: int = 0  #: of its GPU's memory when it has parked itself, as DDP's buckets or another library's
+    keeps_bytes: int = 0  #: of its first GPU's memory when it has parked itself, as DDP's buckets or another library's
     driver_keeps_bytes: int = 0  #: the same when the driver has suspended it
     use: tuple[float, float | None] | None = None  #: utilisation and load of its GPU while it trains there alone
     shown: bool = True  #: whether that is known to be its own: NVML may list no processes
@@ -285,7 +285,9 @@ class SharedNode(Bench):
         samples: list[GpuSample] = []
         for number in range(self.gpus):
             here = [worker for worker in self.workers.values() if gpu(number) in worker.devices]
-            taken = [(each, 8 * GIB if each.on else each.kept_bytes) for each in here]
+            taken = [
+                (each, 8 * GIB if each.on else each.kept_bytes * (gpu(number) == each.devices[0])) for each in here
+            ]
             processes = tuple(
                 GpuProcess(100 + index, size, each.task)
                 for index, (each, size) in enumerate(taken)

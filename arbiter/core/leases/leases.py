@@ -341,7 +341,7 @@ def _is_only_its(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
     """Whether a task has a GPU's seat to itself, with none beside it that may share none, and its app no other seat."""
     others = (turn.state.tasks[each] for each in turn.index.node_tasks[gpu.node] if each != task.id)
     here = (each for each in others if each.alive and each.phase != "suspended" and _shares(each, gpu))
-    alone = not any(gpu.id in each.gpus or not _may_share(turn, each.app, task.app) for each in here)
+    alone = not any(gpu.id in each.gpus or not may_share(turn, each.app, task.app) for each in here)
     own = {each for each in turn.index.seats[device_of(gpu.id)] if each in turn.index.gpus[task.app]}
     return gpu.present and model.usable(turn.state, gpu) and alone and own <= {gpu.id}
 
@@ -350,7 +350,18 @@ def _shares(task: model.Task, gpu: Gpu) -> bool:
     return any(device_of(each) == device_of(gpu.id) for each in task.gpus)
 
 
-def _may_share(turn: Turn, one: AppId, other: AppId) -> bool:
+def owner_of(gpu: Gpu) -> AppId | None:
+    """Return the app that holds a seat, or that it is promised to."""
+    match gpu.state:
+        case Leased(lease):
+            return lease.app
+        case Draining(promised_to=winner):
+            return winner
+        case _:
+            return None
+
+
+def may_share(turn: Turn, one: AppId, other: AppId) -> bool:
     """Whether seats of one GPU may be those of two apps."""
     return not any(app in turn.state.apps and turn.state.apps[app].whole_gpus for app in (one, other))
 
@@ -362,9 +373,8 @@ def _clear(turn: Turn, gpu: Gpu, app_id: AppId) -> int:
     """
     ended = 0
     for seat in [turn.state.gpus[each] for each in sorted(turn.index.seats[device_of(gpu.id)] - {gpu.id})]:
-        owner = seat.state.promised_to if isinstance(seat.state, Draining) else None
-        owner = seat.state.lease.app if isinstance(seat.state, Leased) else owner
-        if owner is not None and (owner == app_id or not _may_share(turn, owner, app_id)):
+        owner = owner_of(seat)
+        if owner is not None and (owner == app_id or not may_share(turn, owner, app_id)):
             ended += isinstance(seat.state, Leased)
             withdraw(turn, seat, ANOTHERS, preempted="other")
     return ended

@@ -135,11 +135,38 @@ def _move(
 
 
 def in_vain(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId]) -> dict[GpuId, str]:
-    """Return the GPUs that do not go to whom they were given, each with a clause on why."""
+    """Return the GPUs that do not go to the app that they were given to, each with a clause on why."""
+    apart: set[GpuId] = set()
+    while True:
+        reasons = _in_vain(turn, here, desired, apart)
+        found = _beside_another(turn, here, desired, reasons) - apart if turn.index.divided else set()
+        if not found:
+            return reasons
+        apart |= found
+
+
+def _beside_another(
+    turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], reasons: Mapping[GpuId, str]
+) -> set[GpuId]:
+    """Return the seats given of GPUs on which another app stays, where one of the two has its GPUs to itself."""
+    found = set()
+    for seat in desired.keys() - reasons.keys():
+        for other in turn.index.seats[device_of(seat)]:
+            owner = leases.owner_of(turn.state.gpus[other]) if other not in here or other in reasons else None
+            if owner not in (None, desired[seat]) and not leases.may_share(turn, owner, desired[seat]):
+                found.add(seat)
+    return found
+
+
+def _in_vain(
+    turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], apart: Collection[GpuId]
+) -> dict[GpuId, str]:
+    """Return what `in_vain` does; the seats `apart` would come beside an app, and one of the two shares no GPU."""
     reasons = {gpu: "it is no longer in play" for gpu in desired if gpu not in here}
+    reasons |= dict.fromkeys(apart, "another app stays on that GPU, and one of the two shares none")
     shares: dict[AppId, list[Gpu]] = defaultdict(list)
     for gpu_id, app_id in desired.items():
-        if gpu_id in here:
+        if gpu_id in here and gpu_id not in apart:
             shares[app_id].append(here[gpu_id])
     promised = leases.promised(turn)
     for app_id, share in shares.items():
