@@ -350,11 +350,12 @@ class Checks:
                 raise Violation(f"{device} has had no process for {world.now - since:.0f} s, and is wanted", device)
 
     def _has_to_wait(self, world: World, actor: Actor, node: SimNode, task: Task) -> bool:
-        """Whether another task may keep a task waiting for as long as it wants."""
+        """Whether a task may have to wait for something else than the turns of others."""
         leased = {gpu for gpu, known in world.arbiter.core.state.gpus.items() if not isinstance(known.state, Free)}
         broken = any(device in node.sick for device in task.devices) or not set(task.gpus) <= leased
+        broken = broken or _was_refused(task)
         return broken or any(
-            other.priority > task.priority or other.want != "run" or _stays(node, other)
+            other.priority > task.priority or other.want != "run" or _stays(node, other) or _was_refused(other)
             for other in _group(task, _on_devices(actor.core.tasks()))
         )
 
@@ -658,6 +659,11 @@ def _agree(whose: str, one: Mapping[str, float], other: Mapping[str, float], *ob
 
 def _waits(task: Task) -> bool:
     return task.want == "run" and isinstance(task.state, Suspended | Waiting)
+
+
+def _was_refused(task: Task) -> bool:
+    """Whether a task could not be resumed in its turn: it is asked again some seconds later, or ended."""
+    return isinstance(task.state, Vacating) or (isinstance(task.state, Suspended) and task.state.retry_at > 0.0)
 
 
 def _is_held_for(gpu: Gpu | None, app: AppId) -> bool:
