@@ -230,7 +230,8 @@ def _given(turn: Turn, view: View, gpus: Mapping[GpuId, GpuView], app_id: AppId,
         view = replace(view, ideal_times_s=stated.ideal_times_s(turn, bids))
     asked = Decide(view.round, turn.state.epoch, settings.policy, settings.policy_settings, view, bids)
     allocation = decision.decide(asked).allocation
-    here = {gpu: turn.state.gpus[gpu] for gpu in sorted(allocation.assign)}
+    ended = gpus.keys() if allocation.unnamed == "nobody" else set()
+    here = {gpu: turn.state.gpus[gpu] for gpu in sorted({*allocation.assign, *allocation.freed, *ended})}
     vain = enactment.in_vain(turn, here, allocation.assign)
     given = {gpu for gpu, winner in allocation.assign.items() if winner == app_id and gpu not in vain}
     if allocation.unnamed == "holder":

@@ -103,7 +103,7 @@ def _task_status(node: NodeState, task: Task) -> TaskStatus:
     facts, methods, tasks = task.facts, node.methods, node.tasks.values()
     trains = isinstance(task.state, Starting | Loading | Running)
     stands = not task.ranks.apart or "hold" not in facts.refused  # one that is apart leaves together with its others
-    parks = facts.can_park or methods.has_driver(task)
+    parks = facts.can_park or (methods.has_driver(task) and not (node.sharing.active and facts.driver_lost))
     if task.ranks.apart:
         parks = stands and bool(methods.usable(task, ("suspend",), tasks))
     measured, phase = _measured(task, node.now), task.phase

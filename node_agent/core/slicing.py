@@ -5,8 +5,8 @@ moment, so that a gang finds all its GPUs free at once instead of waiting for ev
 goes to the task of the highest priority, then to the one that has waited longest. GPUs that it leaves over go to the
 next task that fits. A newcomer that has never run cuts a turn short, for early feedback (Gandiva, section 3.1).
 
-A parked task may keep memory that the task whose turn it is needs. Then the turn ends, and the parked task is next:
-on the GPUs that it keeps no other task fits.
+A parked task may keep memory of a GPU, on which no other task fits then. If a task cannot begin its turn for that, the
+turn ends, and the parked task is next: it has the priority of those that it keeps out.
 
 A turn begins when all its tasks are on their GPUs and past their start, which is no part of it. It lasts `quantum_s`,
 or longer where suspending and resuming would take more than `overhead_max` of it. A task that cannot be suspended keeps
@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from protocol.messages import GpuId, TaskId
 
@@ -113,6 +114,7 @@ class Slices:
 
     def _turn(self, now: float, group: Sequence[Contender], quantum_s: float) -> list[Contender]:
         """Choose the contenders of a group that have their GPUs now."""
+        group = [_with_rank_of_kept_out(contender, group) for contender in group]
         devices = frozenset[GpuId]().union(*(contender.devices for contender in group))
         if sum(len(contender.devices) for contender in group) == len(devices):  # no GPU is shared
             self._began.update(dict.fromkeys(devices, now))
@@ -162,8 +164,8 @@ class Slices:
         accounts = [self._accounts[task] for task in contender.tasks]
         last_at = max(-1.0 if account.last_at is None else account.last_at for account in accounts)
         joined_at = min(account.joined_at for account in accounts)
-        first = (not contender.fixed, not contender.keeping, not contender.leaving)
-        return (*first, -contender.priority, last_at, joined_at, contender.tasks)
+        first = (not contender.fixed, not contender.leaving, -contender.priority, not contender.keeping)
+        return (*first, last_at, joined_at, contender.tasks)
 
 
 def _fill(kept: Sequence[Contender], waiting: Iterable[Contender]) -> list[Contender]:
@@ -200,13 +202,24 @@ def _outranked(current: Sequence[Contender], waiting: Sequence[Contender]) -> bo
 
 
 def _kept_out(current: Sequence[Contender], waiting: Sequence[Contender]) -> bool:
-    """Whether a task cannot begin its turn, as a waiting one keeps memory of its GPUs."""
-    return any(
-        keeper.devices & contender.devices
-        for keeper in waiting
-        if keeper.keeping
-        for contender in current
-        if not (contender.active or contender.keeping)
+    """Whether a task cannot begin its turn, as a waiting one keeps memory of its GPUs, and could have them all."""
+    for keeper in waiting:
+        there = [contender for contender in current if keeper.keeping and contender.devices & keeper.devices]
+        yields = not any(contender.fixed or contender.priority > keeper.priority for contender in there)
+        if yields and any(not (contender.active or contender.keeping) for contender in there):
+            return True
+    return False
+
+
+def _with_rank_of_kept_out(contender: Contender, group: Sequence[Contender]) -> Contender:
+    """Return a contender; one that keeps memory with the priority of those that cannot begin because of it."""
+    if not contender.keeping:
+        return contender
+    kept_out = [other for other in group if not other.active and other.devices & contender.devices]
+    return replace(
+        contender,
+        priority=max([contender.priority, *(other.priority for other in kept_out)]),
+        leaving=contender.leaving or any(other.leaving for other in kept_out),
     )
 
 

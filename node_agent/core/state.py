@@ -19,7 +19,7 @@ from node_agent.core.suspend_methods import SuspendMethods
 from protocol.messages import GpuId, JobId, TaskId
 
 STORY_MAX = 64
-#: Jobs that the driver has lost, of which as many are remembered.
+#: So many jobs that the driver has lost are remembered.
 JOBS_MAX = 1000
 
 
@@ -80,6 +80,8 @@ class NodeState:
 
     def note_driver_lost(self, job: JobId) -> None:
         """Remember that the driver has lost an attempt of a job."""
+        for task in [task for task in self.tasks.values() if task.job == job]:
+            self.learn(task.id, driver_lost=True)
         self.driver_lost.pop(job, None)
         self.driver_lost[job] = None
         if len(self.driver_lost) > JOBS_MAX:

@@ -705,7 +705,7 @@ def _stays(node: SimNode, task: Task) -> bool:
         facts.balks or not facts.can_park or bool(facts.keeps_bytes) or bool(node.traits.host_bytes)
     )
     hung = worker is not None and worker.hangs
-    return hung or fixed or bool(task.facts.refused) or task.facts.driver_lost
+    return hung or fixed or bool(task.facts.refused)
 
 
 def _on_devices(tasks: Sequence[Task]) -> list[tuple[Task, frozenset[GpuId]]]:

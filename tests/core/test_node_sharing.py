@@ -193,10 +193,44 @@ def test_a_job_that_the_driver_has_lost_takes_no_turns_by_it_any_more() -> None:
     remark = node.status(second).measured.remark
     assert "a CUDA graph is alive; the driver is not asked, as it has lost an earlier attempt of this job" in remark
     assert "the driver is not asked" in node.status(b).reason
-    node.natures["a"] = Nature(refuses="a CUDA graph is alive")
+    node.workers[second].nature = Nature(refuses="a CUDA graph is alive")
     node.want(second, "vacate")
     node.pass_time(60.0)
     assert [do for _, task, do in node.said if task == second and "driver" in do] == ["driver suspend"], "or it ends"
+    assert isinstance(node.task(second).state, Suspended)
+
+
+def test_a_job_without_the_library_that_the_driver_has_lost_counts_as_one_that_cannot_be_suspended_for_a_turn() -> None:
+    node = SharedNode(driver=True)
+    first = node.add("a", 0, speaks=False, driver="lost")
+    node.add("b", 0, seat_number=1)
+    node.pass_time(130.0)
+    order = task_order("a-1.0-a1")
+    node.orders[order.task] = replace(order, gpus=node.orders.pop(first).gpus)
+    node.replan()
+    node.pass_time(100.0)
+    assert not node.status(order.task).cooperative
+    why = "it does not use the library; the driver is not asked, as it has lost an earlier attempt of this job"
+    assert why in node.status(order.task).measured.remark
+
+
+def test_a_job_that_the_driver_has_lost_leaves_with_a_checkpoint_if_it_can_before_the_driver_is_asked() -> None:
+    node = SharedNode(driver=True)
+    first = node.add("a", 0, refuses="a CUDA graph is alive", driver="lost", checkpoint=True)
+    node.orders[first] = replace(node.orders[first], preempt_by="suspend")
+    node.replan()
+    b = node.add("b", 0, seat_number=1)
+    node.pass_time(130.0)
+    second = replace(task_order("a-1.0-a1"), gpus=node.orders.pop(first).gpus, preempt_by="suspend")
+    node.orders[second.task] = second
+    node.replan()
+    node.pass_time(100.0)
+    node.want(second.task, "vacate")
+    node.pass_time(60.0)
+    said = [do for _, task, do in node.said if task == second.task]
+    assert "leave" in said
+    assert "driver suspend" not in said
+    assert node.is_running(b)
 
 
 def test_what_the_driver_has_suspended_is_restored_only_where_it_fits() -> None:

@@ -74,7 +74,7 @@ def test_the_split_among_tenants_is_worked_out_once_for_bidders_and_decision(cou
     bidders = policy.bidders(view)
     allocation = policy.allocate(replace(view, offered=tuple(bidders)), {})
     assert len(splits) == 1
-    policy.allocate(replace(view, offered=tuple(bidders), tells=False), {})
+    policy.allocate(replace(view, offered=tuple(bidders), tells=False, ideal_times_s={AppId("a"): 9.0}), {})
     assert len(splits) == 1, "what apps are told changes no split"
     assert allocation == themis.Themis().allocate(replace(view, offered=tuple(bidders)), {})
     policy.bidders(replace(view, rhos={**view.rhos, AppId("b"): 5.0}))

@@ -689,6 +689,7 @@ def test_no_seat_is_given_of_a_gpu_on_which_an_app_stays_that_shares_none_and_so
         third: "that app has no use for it any more",
     }
     assert why_in_vain(bob=second(ONE), gus=f"{ONE} {third}") == {}, "it leaves"
+    assert why_in_vain(bob=second(ONE), gus=ONE)[second(ONE)] == beside, "it stays, as half a gang is not given"
 
 
 def test_a_promise_is_seen_anew_when_who_is_parked_on_it_goes_on() -> None:

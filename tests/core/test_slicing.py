@@ -84,6 +84,31 @@ def test_a_parked_task_that_keeps_memory_of_a_gpu_is_next_if_the_turn_of_another
     assert slices.update(63.0, [keeping, replace(a, keeping=True), runs], 60.0) == {"gang"}, "of two the first stays"
 
 
+def test_a_task_that_keeps_memory_has_the_priority_of_those_that_it_keeps_out_and_suspends_no_higher_one() -> None:
+    keeper, far = contender("keeper", 0, 1, keeping=True), [contender(name, 2) for name in "de"]
+    linked = contender("h", 1, 2)
+    for one, beside, other in (
+        (contender("a", 0), contender("b", 1, active=True, fixed=True), "b"),
+        (contender("a", 0), contender("b", 1, active=True, priority=3), "b"),
+        (contender("a", 0, priority=3), contender("b", 1, active=True), "keeper"),
+        (contender("a", 0, leaving=True), contender("b", 1, active=True), "keeper"),
+    ):
+        slices, group = Slices(), [one, beside, linked, *far]
+        slices.update(0.0, group, 60.0)
+        seen = [slices.update(1.0 + number, [keeper, *group], 60.0) for number in range(4)]
+        assert other in seen[0]
+        assert seen == [seen[0]] * 4, "it changes with every look"
+
+
+def test_of_equal_priority_a_task_that_keeps_memory_goes_before_one_that_has_waited_longer() -> None:
+    slices, keeper = Slices(), contender("keeper", 0, 1)
+    long, a, b = contender("long", 0), contender("a", 0), contender("b", 1)
+    slices.update(0.0, [long, a, b], 60.0)
+    slices.update(1.0, [keeper, replace(long, active=True), a, replace(b, active=True)], 60.0)
+    assert slices.update(62.0, [keeper, long, a, b], 60.0) == {"long", "b"}, "they have not begun"
+    assert slices.update(63.0, [replace(keeper, keeping=True), long, a, replace(b, active=True)], 60.0) == {"keeper"}
+
+
 def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:
     clock = Clock(contender("low", 0), contender("high", 0, priority=5))
     assert clock.wait(600.0) == {"high"}

@@ -148,7 +148,7 @@ def in_vain(turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId
 def _beside_another(
     turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], reasons: Mapping[GpuId, str]
 ) -> set[GpuId]:
-    """Return the seats given of GPUs on which another app stays, where one of the two has its GPUs to itself."""
+    """Return the seats given on GPUs where another app stays, if one of the two has its GPUs to itself."""
     found = set()
     for seat in desired.keys() - reasons.keys():
         for other in turn.index.seats[device_of(seat)]:
@@ -161,7 +161,7 @@ def _beside_another(
 def _in_vain(
     turn: Turn, here: Mapping[GpuId, Gpu], desired: Mapping[GpuId, AppId], apart: Collection[GpuId]
 ) -> dict[GpuId, str]:
-    """Return what `in_vain` does; the seats `apart` would come beside an app, and one of the two shares no GPU."""
+    """As `in_vain`; the seats `apart` are among those that do not go."""
     reasons = {gpu: "it is no longer in play" for gpu in desired if gpu not in here}
     reasons |= dict.fromkeys(apart, "another app stays on that GPU, and one of the two shares none")
     shares: dict[AppId, list[Gpu]] = defaultdict(list)
