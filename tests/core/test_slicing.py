@@ -101,12 +101,13 @@ def test_a_task_that_keeps_memory_has_the_priority_of_those_that_it_keeps_out_an
 
 
 def test_of_equal_priority_a_task_that_keeps_memory_goes_before_one_that_has_waited_longer() -> None:
-    slices, keeper = Slices(), contender("keeper", 0, 1)
-    long, a, b = contender("long", 0), contender("a", 0), contender("b", 1)
-    slices.update(0.0, [long, a, b], 60.0)
-    slices.update(1.0, [keeper, replace(long, active=True), a, replace(b, active=True)], 60.0)
-    assert slices.update(62.0, [keeper, long, a, b], 60.0) == {"long", "b"}, "they have not begun"
-    assert slices.update(63.0, [replace(keeper, keeping=True), long, a, replace(b, active=True)], 60.0) == {"keeper"}
+    slices, keeper = Slices(), contender("keeper", 0, 1, active=True)
+    a, b, c = contender("a", 0), contender("b", 1), contender("c", 0)
+    for now in (0.0, 1.0):
+        assert slices.update(now, [keeper, a, b], 60.0) == {"keeper"}
+    assert slices.update(61.0, [keeper, a, b], 60.0) == {"a", "b"}
+    keeping = replace(keeper, active=False, keeping=True)
+    assert slices.update(62.0, [keeping, a, replace(b, active=True), c], 60.0) == {"keeper"}
 
 
 def test_a_higher_priority_is_never_suspended_for_a_lower_one() -> None:
