@@ -209,6 +209,9 @@ def test_a_job_without_the_library_that_the_driver_has_lost_counts_as_one_that_c
     node.orders[order.task] = replace(order, gpus=node.orders.pop(first).gpus)
     node.replan()
     node.pass_time(100.0)
+    node.look()
+    node.pass_time(20.0)
+    assert node.task(order.task).facts.on_gpu, "so the driver could suspend it"
     assert not node.status(order.task).cooperative
     why = "it does not use the library; the driver is not asked, as it has lost an earlier attempt of this job"
     assert why in node.status(order.task).measured.remark
