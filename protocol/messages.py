@@ -373,6 +373,8 @@ class Measured(Struct, frozen=True, omit_defaults=True):
 
 #: How the reason of a task ends whose node was lost.
 WAS_LOST = " was lost"
+#: The reason of a task that its node was told to end, and does not know: it never began there, or is forgotten.
+NOT_RUNNING_HERE = "it was not running here"
 
 
 class TaskStatus(Struct, frozen=True):

@@ -16,6 +16,7 @@ from arbiter.core.state.model import Active, ArbiterSettings, Draining, Free, Le
 from arbiter.core.turn import Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
+    NOT_RUNNING_HERE,
     AppId,
     Bid,
     BidRow,
@@ -31,6 +32,7 @@ from protocol.messages import (
     Query,
     Refusal,
     RoundId,
+    TaskId,
     TenantId,
 )
 from tests.support.arbiter_site import (
@@ -219,9 +221,23 @@ def test_an_exited_task_is_named_until_its_app_moves_on_so_that_its_end_is_never
     done = task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0)
     (holdings,) = sent(site.node("n1", tasks=[done]), Holdings)
     assert holdings.tasks[0].outcome == "finished"
-    assert [order.task for order in site.plans["n1"].tasks] == ["ana-1.0-a0"]
+    assert orders(site, "n1") == [("ana-1.0-a0", "run")], "there is nothing to do about it before the next plan"
+    site.wait(SETTINGS.beat_s + 0.1)
+    assert orders(site, "n1") == [("ana-1.0-a0", "stop")]
     site.app("ana-1", demand=0, state="finished")
     assert site.plans["n1"].tasks == ()
+
+
+def test_a_node_that_has_forgotten_an_exited_task_does_not_start_it_again() -> None:
+    """World 1803000358: an arbiter with an older journal named no task, knew of the exit, and named the task again."""
+    site, gpu = one_app_running()
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0, metrics={"loss": 0.5})])
+    site.wait(SETTINGS.beat_s + 0.1)
+    assert orders(site, "n1") == [("ana-1.0-a0", "stop")], "told to run it, the node would start it again"
+    forgotten = task("ana-1", 0, [gpu], "exited", outcome="stopped", reason=NOT_RUNNING_HERE)
+    site.node("n1", tasks=[forgotten])
+    known = site.arbiter.state.tasks[TaskId("ana-1.0-a0")]
+    assert (known.outcome, known.exit_code, known.metrics) == ("finished", 0, {"loss": 0.5})
 
 
 @with_auction

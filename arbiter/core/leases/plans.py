@@ -194,6 +194,10 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     here = [task for task in parts if task.node == node.id]
     stop = turn.state.stops.get(job.id)
     for task in here:
+        if task.phase == "exited":
+            # Named until the next attempt, or its node would forget it. Told to run, a node that has would start it.
+            orders.append(_order(app, job, task, "stop", ""))
+            continue
         order = _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id))
         if stop is not None and stop.attempt == job.attempt:
             gone = [part for part in parts if is_gone(turn.state, part) and not _has_left(part, stop)]
