@@ -373,8 +373,6 @@ class Measured(Struct, frozen=True, omit_defaults=True):
 
 #: How the reason of a task ends whose node was lost.
 WAS_LOST = " was lost"
-#: The reason of a task that its node was told to end, and does not know: it never began there, or is forgotten.
-NOT_RUNNING_HERE = "it was not running here"
 
 
 class TaskStatus(Struct, frozen=True):
@@ -797,6 +795,9 @@ class TaskOrder(Struct, frozen=True):
     Its parts leave after the same mini-batch `stop_at` in two phases. First all are told to `vacate`, but only to
     `stand` there; once each has said that it will (`TaskStatus.will_stop`), all are told to leave there. Without
     `stop_at` a part that is to `stand` trains on, and one that is to leave does so at its next mini-batch.
+
+    A task that has `ended`, as the arbiter knows, is named until its app moves on: so its node remembers it. A node
+    that has forgotten it leaves it so.
     """
 
     task: TaskId
@@ -813,6 +814,7 @@ class TaskOrder(Struct, frozen=True):
     rendezvous: Rendezvous | None = None
     stop_at: Step = -1
     stand: bool = False
+    ended: bool = False
 
 
 class NodePlan(Struct, frozen=True, tag=True):

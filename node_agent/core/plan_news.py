@@ -88,7 +88,8 @@ def _count_on(node: NodeState, heard: int) -> None:
 def _take_order(node: NodeState, order: TaskOrder) -> None:
     task = node.tasks.get(order.task)
     if task is None:
-        _add_task(node, order)
+        if not order.ended:
+            _add_task(node, order)
     elif task.gpus != order.gpus and not _may_sit(node, task, order.gpus):
         wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
         # Another app may have the GPUs on which a parked task is: it runs only where a plan says so.

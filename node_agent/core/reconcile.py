@@ -29,7 +29,6 @@ from node_agent.core.sharing import Instruction
 from node_agent.core.state import NodeState
 from node_agent.core.suspend_methods import VACATE_METHODS
 from node_agent.core.verdict import lost_work
-from protocol.messages import NOT_RUNNING_HERE
 from protocol.worker import Order
 
 
@@ -81,9 +80,9 @@ def _begin(node: NodeState, task: Task) -> None:
         start = StartWorker(task.id, task.app, task.job, task.attempt, task.gpus, task.launch, task.rendezvous, mps)
         node.effects.append(start)
     elif task.want == "stop":
-        node.enter_state(task, Exited("stopped", task.reason or NOT_RUNNING_HERE), "nothing to stop")
+        node.enter_state(task, Exited("stopped", task.reason or "it was not running here"), "nothing to stop")
     else:
-        node.enter_state(task, Exited("preempted", NOT_RUNNING_HERE), "nothing to vacate")
+        node.enter_state(task, Exited("preempted", "it was not running here"), "nothing to vacate")
 
 
 def _guide(node: NodeState, task: Task) -> None:

@@ -16,7 +16,6 @@ from arbiter.core.state.model import Active, ArbiterSettings, Draining, Free, Le
 from arbiter.core.turn import Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
-    NOT_RUNNING_HERE,
     AppId,
     Bid,
     BidRow,
@@ -221,23 +220,41 @@ def test_an_exited_task_is_named_until_its_app_moves_on_so_that_its_end_is_never
     done = task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0)
     (holdings,) = sent(site.node("n1", tasks=[done]), Holdings)
     assert holdings.tasks[0].outcome == "finished"
-    assert orders(site, "n1") == [("ana-1.0-a0", "run")], "there is nothing to do about it before the next plan"
+    assert [order.task for order in site.plans["n1"].tasks] == ["ana-1.0-a0"]
     site.wait(SETTINGS.beat_s + 0.1)
-    assert orders(site, "n1") == [("ana-1.0-a0", "stop")]
+    assert [(order.task, order.ended) for order in site.plans["n1"].tasks] == [("ana-1.0-a0", True)]
     site.app("ana-1", demand=0, state="finished")
     assert site.plans["n1"].tasks == ()
 
 
-def test_a_node_that_has_forgotten_an_exited_task_does_not_start_it_again() -> None:
-    """World 1803000358: an arbiter with an older journal named no task, knew of the exit, and named the task again."""
+def test_the_end_of_a_task_is_known_until_its_app_moves_on_also_if_its_node_has_forgotten_it() -> None:
+    """World 1803000358: an arbiter with an older journal named no task, heard of the end, and named the task again."""
     site, gpu = one_app_running()
-    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0, metrics={"loss": 0.5})])
-    site.wait(SETTINGS.beat_s + 0.1)
-    assert orders(site, "n1") == [("ana-1.0-a0", "stop")], "told to run it, the node would start it again"
-    forgotten = task("ana-1", 0, [gpu], "exited", outcome="stopped", reason=NOT_RUNNING_HERE)
-    site.node("n1", tasks=[forgotten])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0)])
+    for _ in range(3):
+        site.wait(SETTINGS.beat_s + 0.1)
+        site.node("n1")
+        assert site.arbiter.state.tasks[TaskId("ana-1.0-a0")].outcome == "finished"
+        assert [(order.task, order.ended) for order in site.plans["n1"].tasks] == [("ana-1.0-a0", True)]
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu], attempt=1)])
+    assert orders(site, "n1") == [("ana-1.0-a1", "run")]
+
+
+@pytest.mark.parametrize("outcome", ["finished", "failed"])
+def test_an_end_that_was_heard_counts_also_if_a_node_that_was_restarted_has_lost_it(outcome: str) -> None:
+    site, gpu = one_app_running()
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome=outcome, exit_code=0, metrics={"loss": 0.5})])
+    restarted = task("ana-1", 0, [gpu], "exited", outcome="preempted", reason="the node was restarted")
+    site.node("n1", tasks=[restarted])
     known = site.arbiter.state.tasks[TaskId("ana-1.0-a0")]
-    assert (known.outcome, known.exit_code, known.metrics) == ("finished", 0, {"loss": 0.5})
+    assert (known.outcome, known.metrics, known.reason) == (outcome, {"loss": 0.5}, "")
+
+
+def test_a_task_that_is_over_and_has_its_checkpoint_in_memory_is_named_as_before() -> None:
+    site, gpu = one_app_running()
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome="preempted", unflushed=True)])
+    site.wait(SETTINGS.beat_s + 0.1)
+    assert [(order.task, order.ended) for order in site.plans["n1"].tasks] == [("ana-1.0-a0", False)]
 
 
 @with_auction

@@ -668,6 +668,18 @@ def test_an_ended_task_is_kept_until_the_plan_drops_it(bench: Bench) -> None:
     assert bench.only(ForgetWorker).task == A
 
 
+def test_a_task_that_has_ended_and_is_forgotten_is_not_started_again(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.gone(A, 0)
+    bench.plan()
+    assert not bench.core.tasks()
+    bench.plan(replace(task_order(A, 0), ended=True))
+    bench.measure()
+    assert not bench.core.tasks()
+    bench.plan(task_order(A, 0))
+    assert bench.only(StartWorker).task == A
+
+
 # --- verdicts -------------------------------------------------------------------------------------------------------
 
 

@@ -107,6 +107,45 @@ def test_it_keeps_its_gpu_past_its_lease_and_its_story_says_why() -> None:
     assert state.lease.expires_at > site.now
 
 
+def preempted_after(phase: str, cost_s: float, **settings: object) -> float | None:
+    """Return how long a job that was resumed on its GPU at first keeps it from another app, if it is preempted."""
+    site, gpu = a_running_app("gandiva-fair", **settings)
+    begun = site.now
+    site.app("bob-1")
+    while site.now < begun + 400.0:
+        ran = Measured(ran_s=50.0 + site.now - begun, cost_s=cost_s)
+        status = task("ana-1", 0, [gpu], phase, measured=ran, cooperative=True, suspensions=1)
+        effects = site.node("n1", tasks=[status], used=[gpu]) + site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+        if sent(effects + site.play_round(site.wait(1.0)), Preempt):
+            return site.now - begun
+    return None
+
+
+def test_a_job_keeps_its_gpu_for_longer_than_to_suspend_and_resume_it_takes() -> None:
+    """World 1805000685: each of two jobs was suspended, at the end of its lease, before it had been resumed."""
+    at_lease_s = preempted_after("running", 10.0)
+    assert at_lease_s is not None
+    assert 45.0 < at_lease_s < 62.0
+    later_s = preempted_after("running", 40.0)
+    assert later_s is not None
+    assert 80.0 < later_s < 125.0, "one more lease"
+    assert preempted_after("resuming", 10.0) is None, "its node agent ends that in time"
+    for phase, cost_s in (("running", 40.0), ("resuming", 10.0)):
+        assert preempted_after(phase, cost_s, preemption_budget=1.0) == at_lease_s
+
+
+def test_a_job_that_was_resumed_only_now_tells_why_it_keeps_its_gpu() -> None:
+    site, gpu = a_running_app("gandiva-fair")
+    site.app("bob-1")
+    for _ in range(70):
+        resuming = task("ana-1", 0, [gpu], "resuming", cooperative=True, suspensions=1)
+        site.node("n1", tasks=[resuming], used=[gpu])
+        site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+        site.play_round(site.wait(1.0))
+    assert f"keeps {gpu} beyond its lease: the job there has hardly run since it was resumed" in site.told("ana-1")
+    assert site.replayed() == site.arbiter.snapshot()
+
+
 @pytest.mark.parametrize("sharing", ["exclusive", "timeslice"])
 def test_no_other_gets_a_seat_beside_a_job_that_keeps_its_gpu(sharing: str) -> None:
     """`gandiva` was not shown an app that keeps its GPUs beyond its budget: it took the other seats there for idle.

@@ -289,6 +289,7 @@ SAMPLES: tuple[tuple[Party, AnyMessage], ...] = (
                     Rendezvous(1, 2, "gpu-1", 29500),
                     140,
                     True,
+                    True,
                 ),
             ),
             "pack",

@@ -404,17 +404,18 @@ def _adopt(turn: Turn, gpu: Gpu, task: model.Task) -> bool:
 
 
 def keep(turn: Turn) -> None:
-    """Let leases that are about to end go on where preempting would cost more than it may (`budget`)."""
+    """Let leases that are about to end go on where preempting would cost more than it may (`preemption_budget`)."""
     lead_s = turn.state.settings.renewal_lead_s
     if turn.policy.traits.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
         return
-    for gpu_id in sorted(preemption_budget.kept(turn) - turn.index.guests):
+    resumed = preemption_budget.resumed_lately(turn)
+    for gpu_id in sorted((preemption_budget.kept(turn) | resumed) - turn.index.guests):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
             turn.state.aligned.pop(gpu_id, None)
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=end_of_lease(turn, gpu_id))))
-            preemption_budget.tell_kept(turn, lease.app, gpu_id)
+            preemption_budget.tell_kept(turn, lease.app, gpu_id, resumed=gpu_id in resumed)
 
 
 def expire(turn: Turn) -> None:

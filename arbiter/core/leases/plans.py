@@ -194,15 +194,13 @@ def _orders_of(turn: Turn, node: model.Node, app: model.App, job: model.Job, tas
     here = [task for task in parts if task.node == node.id]
     stop = turn.state.stops.get(job.id)
     for task in here:
-        if task.phase == "exited":
-            # Named until the next attempt, or its node would forget it. Told to run, a node that has would start it.
-            orders.append(_order(app, job, task, "stop", ""))
-            continue
         order = _order(app, job, task, *_want(turn.state, task, shares, parts), gpus=shares.get(node.id))
         if stop is not None and stop.attempt == job.attempt:
             gone = [part for part in parts if is_gone(turn.state, part) and not _has_left(part, stop)]
             order = _stopping(order, stop, may_leave=task.phase != "suspended" and not gone)
-        orders.append(replace(order, rendezvous=_rendezvous(turn.state, job, list(shares), parts, task.id)))
+        ended = not task.alive and not task.unflushed
+        meeting = _rendezvous(turn.state, job, list(shares), parts, task.id)
+        orders.append(replace(order, rendezvous=meeting, ended=ended))
     if not here and node.id in shares and _may_start(turn, job, shares, tasks):
         orders.append(_first_order(turn.state, app, job, node.id, shares))
     drain = turn.state.drains.get(node.id)

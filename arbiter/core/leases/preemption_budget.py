@@ -8,6 +8,10 @@ is preempted as leases and policies say. The loss by a broken node, a sick GPU o
 counted all the same.
 
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
+
+To suspend a job and to resume it takes time, too. Where that is longer than a lease, jobs that take turns would do
+nothing else. So a lease that ends is drawn out while its job is still being resumed, and until the job has had its GPUs
+for `TURN_PAYS` times as long as its last suspension and resumption took (`Measured.cost_s`).
 """
 
 from __future__ import annotations
@@ -15,12 +19,14 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from arbiter.core.effects import LossRecord
-from arbiter.core.state.model import Task, Toll, Up
+from arbiter.core.state.model import Leased, Task, Toll, Up
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, device_of
 
 #: Less than that, over its life, is not worth keeping a GPU for: it takes as long to be told.
 NEGLIGIBLE_S = 2.0
+#: A job that was resumed keeps its GPUs so many times as long as it takes to suspend and resume it.
+TURN_PAYS = 2.0
 
 
 def kept(turn: Turn) -> frozenset[GpuId]:
@@ -69,7 +75,33 @@ def count(turn: Turn, task: Task) -> Task:
     return replace(task, counted=now)
 
 
-def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
+def resumed_lately(turn: Turn) -> frozenset[GpuId]:
+    """Return the leased GPUs of jobs that have hardly had them since they were resumed."""
+    state = turn.state
+    if state.settings.preemption_budget >= 1.0 or not turn.index.dear:
+        return frozenset()
+    tasks = (state.tasks[task] for task in turn.index.dear)
+    return frozenset(gpu for task in tasks if _is_new(turn, task) for gpu in task.gpus)
+
+
+def _is_new(turn: Turn, task: Task) -> bool:
+    app, node = turn.state.apps.get(task.app), turn.state.nodes[task.node]
+    if app is None or not app.active or not isinstance(node.state, Up):
+        return False
+    if not any(job.id == task.job and job.attempt == task.attempt for job in app.jobs):
+        return False  # it is on its way out
+    states = [turn.state.gpus[gpu].state for gpu in task.gpus if gpu in turn.state.gpus]
+    granted = [each.lease.granted_at for each in states if isinstance(each, Leased) and each.lease.app == task.app]
+    if not granted:
+        return False
+    return task.phase == "resuming" or turn.now - max(granted) < TURN_PAYS * task.measured.cost_s
+
+
+def tell_kept(turn: Turn, app: AppId, gpu: GpuId, *, resumed: bool) -> None:
     """Say why an app keeps a GPU beyond its lease."""
-    can = "can neither save nor be suspended in a way that its user allows"
-    turn.tell(app, f"keeps {gpu} beyond its lease: the job there {can}, and its work would be lost")
+    if resumed:
+        why = "the job there has hardly run since it was resumed, and to suspend and resume it takes long"
+    else:
+        can = "can neither save nor be suspended in a way that its user allows"
+        why = f"the job there {can}, and its work would be lost"
+    turn.tell(app, f"keeps {gpu} beyond its lease: {why}")

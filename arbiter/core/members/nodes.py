@@ -11,16 +11,7 @@ from arbiter.core.members import idle_gangs, sales
 from arbiter.core.state import model
 from arbiter.core.state.model import Draining, Free, Gpu, Lost, Node, State, Up
 from arbiter.core.turn import Turn
-from protocol.messages import (
-    NOT_RUNNING_HERE,
-    AppId,
-    EventKind,
-    GpuId,
-    GpuStatus,
-    NodeReport,
-    TaskId,
-    device_of,
-)
+from protocol.messages import AppId, EventKind, GpuId, GpuStatus, NodeReport, TaskId, device_of
 
 #: Node agents count their starts, from the seconds of a clock on, which may be wrong by a life.
 INCARNATION_STEP_MAX = 100 * 365 * 86400
@@ -193,8 +184,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
         if known is not None:
-            if not known.alive and task.reason == NOT_RUNNING_HERE:
-                task = replace(known, unflushed=False)  # its node has forgotten how it ended, and all that it had of it
+            if known.outcome in ("finished", "failed") and task.outcome in ("stopped", "preempted"):
+                task = replace(known, unflushed=task.unflushed)  # its node was restarted, and has lost how it ended
             task = replace(task, ordered_seq=known.ordered_seq, counted=known.counted)
         if task.phase == "exited":
             task = preemption_budget.count(turn, task)

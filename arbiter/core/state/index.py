@@ -81,6 +81,7 @@ class Index:
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
         self.at_risk: set[TaskId] = set()  #: see `Task.at_risk`
+        self.dear: set[TaskId] = set()  #: see `Task.is_dear`
         self.parted: dict[AppId, set[JobId]] = {}  #: by app: its jobs that may have parts on several nodes, if any
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
         self.ends: dict[GpuId, float] = {}  #: of the leases that end
@@ -381,12 +382,14 @@ class Index:
             self.parted.setdefault(task.app, set()).add(task.job)
 
     def mark(self, task: model.Task) -> None:
-        """Note whether preempting this task would throw away its work."""
+        """Note whether preempting this task would throw away its work, or take long."""
         (self.at_risk.add if task.at_risk else self.at_risk.discard)(task.id)
+        (self.dear.add if task.is_dear else self.dear.discard)(task.id)
 
     def unbind_task(self, task: model.Task) -> None:
         """Forget this task."""
         self.at_risk.discard(task.id)
+        self.dear.discard(task.id)
         self.task_versions[task.app] += 1
         self.tasks[task.app].discard(task.id)
         self.node_tasks[task.node].discard(task.id)
@@ -416,7 +419,7 @@ class Index:
         alike = alike and (self.over, self.revocable()) == (other.over, other.revocable())
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
-        alike = alike and (+self.owned, self.at_risk) == (+other.owned, other.at_risk)
+        alike = alike and (+self.owned, self.at_risk, self.dear) == (+other.owned, other.at_risk, other.dear)
         alike = alike and self.dependent == other.dependent
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 

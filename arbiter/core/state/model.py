@@ -44,6 +44,8 @@ from protocol.messages import (
 
 #: When a lease ends that does not end by time; far beyond any clock, and still a number that a wire carries.
 NEVER = 1e11
+#: To suspend a task and to resume it is dear if that takes longer, together.
+DEAR_S = 2.0
 #: A GPU has fewer seats, whose numbers have fewer digits.
 SEATS_MAX, SEAT_DIGITS_MAX = 10_000, 5
 
@@ -287,6 +289,11 @@ class Task(Struct, frozen=True):
         """
         spared = (self.cooperative or self.can_checkpoint) and not self.helpless
         return self.phase in ("starting", "running") and not spared
+
+    @property
+    def is_dear(self) -> bool:
+        """Whether it is being resumed, or goes on after that, and to suspend and resume it is dear."""
+        return self.phase == "resuming" or (self.phase == "running" and self.measured.cost_s > DEAR_S)
 
     @property
     def is_part(self) -> bool:
