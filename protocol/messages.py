@@ -796,8 +796,8 @@ class TaskOrder(Struct, frozen=True):
     `stand` there; once each has said that it will (`TaskStatus.will_stop`), all are told to leave there. Without
     `stop_at` a part that is to `stand` trains on, and one that is to leave does so at its next mini-batch.
 
-    A task that has `ended`, as the arbiter knows, is named until its app moves on: so its node remembers it. A node
-    that has forgotten it leaves it so.
+    A task that has `ended`, as the arbiter knows, and has no checkpoint in memory alone, is named until its app moves
+    on, so that its node remembers it. A node that has forgotten it leaves it so.
     """
 
     task: TaskId

@@ -181,6 +181,8 @@ class Arbiter:
             leases.extend(turn)  # it is we who cannot renew it
         drains.go_on(turn)
         leases.keep(turn)
+        if ticks or self._index.next_end <= turn.now:  # before a round can take a GPU, or its lease ends
+            leases.draw_out(turn)
         leases.expire(turn)
         joint_stops.go_on(turn)
         if ticks and beats.is_due(self.state, turn.now):

@@ -245,7 +245,8 @@ def test_an_end_that_was_heard_counts_also_if_a_node_that_was_restarted_has_lost
     site, gpu = one_app_running()
     site.node("n1", tasks=[task("ana-1", 0, [gpu], "exited", outcome=outcome, exit_code=0, metrics={"loss": 0.5})])
     restarted = task("ana-1", 0, [gpu], "exited", outcome="preempted", reason="the node was restarted")
-    site.node("n1", tasks=[restarted])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], "starting")], incarnation=2)
+    site.node("n1", tasks=[restarted], incarnation=2)
     known = site.arbiter.state.tasks[TaskId("ana-1.0-a0")]
     assert (known.outcome, known.metrics, known.reason) == (outcome, {"loss": 0.5}, "")
 

@@ -408,14 +408,29 @@ def keep(turn: Turn) -> None:
     lead_s = turn.state.settings.renewal_lead_s
     if turn.policy.traits.tenure != "lease" or turn.index.next_end > turn.now + lead_s:
         return
-    resumed = preemption_budget.resumed_lately(turn)
-    for gpu_id in sorted((preemption_budget.kept(turn) | resumed) - turn.index.guests):
+    for gpu_id in sorted(preemption_budget.kept(turn) - turn.index.guests):
         gpu = turn.state.gpus.get(gpu_id)
         if gpu is not None and isinstance(gpu.state, Leased) and gpu.state.lease.expires_at <= turn.now + lead_s:
             lease = gpu.state.lease
             turn.state.aligned.pop(gpu_id, None)
             turn.put_gpu(gpu, Leased(replace(lease, expires_at=end_of_lease(turn, gpu_id))))
-            preemption_budget.tell_kept(turn, lease.app, gpu_id, resumed=gpu_id in resumed)
+            preemption_budget.tell_kept(turn, lease.app, gpu_id)
+
+
+def draw_out(turn: Turn) -> None:
+    """Let leases that are about to end go on where suspending their jobs, and resuming them, takes longer than they do.
+
+    Where leases end together, the policy weighs that cost itself.
+    """
+    traits, soon = turn.policy.traits, turn.now + turn.state.settings.renewal_lead_s
+    if traits.tenure != "lease" or traits.together or not turn.index.dear or turn.index.next_end > soon:
+        return
+    for gpu_id, end in sorted(preemption_budget.drawn_out(turn, soon).items()):
+        gpu = turn.state.gpus[gpu_id]
+        if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < end and gpu_id not in turn.index.guests:
+            lease = gpu.state.lease
+            turn.put_gpu(gpu, Leased(replace(lease, expires_at=end)))
+            preemption_budget.tell_drawn_out(turn, lease.app, gpu_id, end - lease.expires_at)
 
 
 def expire(turn: Turn) -> None:

@@ -10,8 +10,8 @@ counted all the same.
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
 
 To suspend a job and to resume it takes time, too. Where that is longer than a lease, jobs that take turns would do
-nothing else. So a lease that ends is drawn out while its job is still being resumed, and until the job has had its GPUs
-for `TURN_PAYS` times as long as its last suspension and resumption took (`Measured.cost_s`).
+nothing else. So a lease is drawn out until its job has had its GPUs for `TURN_PAYS` times as long as its last
+suspension and resumption took (`Measured.cost_s`, which may be the script's word), or its present resumption takes.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from protocol.messages import AppId, GpuId, device_of
 NEGLIGIBLE_S = 2.0
 #: A job that was resumed keeps its GPUs so many times as long as it takes to suspend and resume it.
 TURN_PAYS = 2.0
+#: More than that is not believed: no lease goes on for that reason later than twice as long after its grant.
+COST_MAX_S = 300.0
 
 
 def kept(turn: Turn) -> frozenset[GpuId]:
@@ -75,33 +77,50 @@ def count(turn: Turn, task: Task) -> Task:
     return replace(task, counted=now)
 
 
-def resumed_lately(turn: Turn) -> frozenset[GpuId]:
-    """Return the leased GPUs of jobs that have hardly had them since they were resumed."""
+def drawn_out(turn: Turn, soon: float) -> dict[GpuId, float]:
+    """Return GPUs of jobs that have hardly had them since they were resumed, with the ends that their leases need.
+
+    A lease of these jobs ends `soon`. All GPUs of a job have one end, also those on further nodes: what was left of it
+    could not go on.
+    """
     state = turn.state
-    if state.settings.preemption_budget >= 1.0 or not turn.index.dear:
-        return frozenset()
-    tasks = (state.tasks[task] for task in turn.index.dear)
-    return frozenset(gpu for task in tasks if _is_new(turn, task) for gpu in task.gpus)
+    if state.settings.preemption_budget >= 1.0:
+        return {}
+    ends: dict[GpuId, float] = {}
+    for app_id, job_id in sorted({(task.app, task.job) for task in map(state.tasks.__getitem__, turn.index.dear)}):
+        app = state.apps.get(app_id)
+        job = next((job for job in app.jobs if job.id == job_id), None) if app is not None and app.active else None
+        if job is None or state.aligned.keys() & set(job.gpus):  # these end together, for a gang that has waited long
+            continue
+        tasks = (state.tasks[task] for task in turn.index.tasks[app_id])
+        parts = [task for task in tasks if (task.job, task.attempt) == (job.id, job.attempt) and task.alive]
+        held = [
+            gpu.state.lease
+            for gpu in map(state.gpus.get, job.gpus)
+            if gpu is not None and isinstance(gpu.state, Leased)
+        ]
+        held = [lease for lease in held if lease.app == app_id]
+        if not parts or not held or len(held) < len(job.gpus) or min(lease.expires_at for lease in held) > soon:
+            continue
+        if all(isinstance(state.nodes[part.node].state, Up) for part in parts):
+            began = max(lease.granted_at for lease in held)
+            end = began + TURN_PAYS * min(COST_MAX_S, max(_cost_s(task, turn.now - began) for task in parts))
+            ends |= dict.fromkeys(job.gpus, end)
+    return ends
 
 
-def _is_new(turn: Turn, task: Task) -> bool:
-    app, node = turn.state.apps.get(task.app), turn.state.nodes[task.node]
-    if app is None or not app.active or not isinstance(node.state, Up):
-        return False
-    if not any(job.id == task.job and job.attempt == task.attempt for job in app.jobs):
-        return False  # it is on its way out
-    states = [turn.state.gpus[gpu].state for gpu in task.gpus if gpu in turn.state.gpus]
-    granted = [each.lease.granted_at for each in states if isinstance(each, Leased) and each.lease.app == task.app]
-    if not granted:
-        return False
-    return task.phase == "resuming" or turn.now - max(granted) < TURN_PAYS * task.measured.cost_s
+def _cost_s(task: Task, since_s: float) -> float:
+    """Return how long it takes to suspend and resume a task, which was given its GPUs so long ago."""
+    return max(task.measured.cost_s, since_s) if task.phase == "resuming" else task.measured.cost_s
 
 
-def tell_kept(turn: Turn, app: AppId, gpu: GpuId, *, resumed: bool) -> None:
+def tell_drawn_out(turn: Turn, app: AppId, gpu: GpuId, more_s: float) -> None:
+    """Say why a lease ends later."""
+    why = "the job there has hardly run since it was resumed, and to suspend and resume it takes long"
+    turn.tell(app, f"keeps {gpu} for {more_s:.0f} s beyond its lease: {why}")
+
+
+def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
     """Say why an app keeps a GPU beyond its lease."""
-    if resumed:
-        why = "the job there has hardly run since it was resumed, and to suspend and resume it takes long"
-    else:
-        can = "can neither save nor be suspended in a way that its user allows"
-        why = f"the job there {can}, and its work would be lost"
-    turn.tell(app, f"keeps {gpu} beyond its lease: {why}")
+    can = "can neither save nor be suspended in a way that its user allows"
+    turn.tell(app, f"keeps {gpu} beyond its lease: the job there {can}, and its work would be lost")

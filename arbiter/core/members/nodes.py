@@ -184,8 +184,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
             turn.tell(task.app, f"{task.id} is reported by {node.id} and by {known.node}; {known.node} counts")
             continue
         if known is not None:
-            if known.outcome in ("finished", "failed") and task.outcome in ("stopped", "preempted"):
-                task = replace(known, unflushed=task.unflushed)  # its node was restarted, and has lost how it ended
+            if known.outcome in ("finished", "failed") and task.outcome not in ("finished", "failed"):
+                task = replace(known, unflushed=task.unflushed)  # its node was restarted, and finds out how it ended
             task = replace(task, ordered_seq=known.ordered_seq, counted=known.counted)
         if task.phase == "exited":
             task = preemption_budget.count(turn, task)
