@@ -9,7 +9,7 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
-from arbiter.core.leases import preemption_budget
+from arbiter.core.leases import leases, preemption_budget
 from arbiter.core.registry import tables
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Leased, Toll
@@ -184,6 +184,29 @@ def test_leases_that_end_together_for_a_gang_are_not_drawn_out() -> None:
     assert not preemption_budget.drawn_out(turn, site.now), "no lease ends soon"
     site.arbiter.state.aligned = {GpuId(gpu): site.now + 50.0}
     assert not preemption_budget.drawn_out(turn, soon)
+
+
+@pytest.mark.parametrize(
+    ("policy", "guest", "drawn"),
+    [("gandiva-fair", False, True), ("gandiva-fair", True, False), ("maxmin-ftf", False, False)],
+)
+def test_a_lease_of_a_guest_and_one_that_ends_with_all_others_is_not_drawn_out(
+    policy: str, guest: bool, drawn: bool
+) -> None:
+    site, gpu = a_running_app("gandiva-fair")
+    status = task("ana-1", 0, [gpu], measured=Measured(ran_s=50.0, cost_s=200.0), cooperative=True, suspensions=1)
+    site.node("n1", tasks=[status], used=[gpu])
+    state = site.arbiter.state
+    leased = state.gpus[GpuId(gpu)]
+    assert isinstance(leased.state, Leased)
+    end = site.now + SETTINGS.renewal_lead_s
+    lease = replace(leased.state.lease, guest=guest, expires_at=end)
+    state.gpus[leased.id] = replace(leased, state=Leased(lease))
+    state.settings = replace(state.settings, policy=policy, policies=tables(policy))
+    leases.draw_out(Turn(state, site.now, Index(state)))
+    after = state.gpus[leased.id].state
+    assert isinstance(after, Leased)
+    assert (after.lease.expires_at > end) is drawn
 
 
 @pytest.mark.parametrize("sharing", ["exclusive", "timeslice"])
