@@ -418,7 +418,7 @@ def keep(turn: Turn) -> None:
 
 
 def draw_out(turn: Turn) -> None:
-    """Let leases that are about to end go on where suspending their jobs, and resuming them, takes longer than they do.
+    """Let leases that are about to end go on where their jobs take longer to suspend and resume than they last.
 
     Where leases end together, the policy weighs that cost itself.
     """

@@ -11,7 +11,7 @@ Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`
 
 To suspend a job and to resume it takes time, too. Where that is longer than a lease, jobs that take turns would do
 nothing else. So a lease is drawn out until its job has had its GPUs for `TURN_PAYS` times as long as its last
-suspension and resumption took (`Measured.cost_s`, which may be the script's word), or its present resumption takes.
+suspension and resumption took (`Measured.cost_s`, which may be the script's word), or as it has been resumed by now.
 """
 
 from __future__ import annotations
