@@ -259,6 +259,8 @@ def kill(node: NodeState, task: Task, outcome: Outcome, reason: str, *, parked: 
     """Send SIGKILL to all that a task has started; one that is `parked` has no memory on its GPUs."""
     node.effects.append(SignalWorker(task.id, "kill"))
     node.learn(task.id, signalled=True)
+    if parked:
+        node.gpus.touch(task.gpus, node.now)
     ladder = Ladder("killed", node.now + KILL_AGAIN_S)
     node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
 

@@ -94,6 +94,7 @@ class Suspended(Struct, frozen=True):
     retry_at: float = 0.0  #: it refused to resume; ask again then
     by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
     kept: str = ""  #: how much memory it has not given back, which is in the way of other tasks and not in its own
+    mark: int = 0  #: of its departure, as `proof` gives them
 
 
 class Resuming(Struct, frozen=True):

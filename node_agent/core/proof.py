@@ -17,16 +17,18 @@ as healthy for `TOLERATED_S`, so that such a moment costs no lease.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from node_agent.core.events import GpuProcess, GpuSample, NodeFacts, Sampled
-from node_agent.core.model import Suspended, Task
+from node_agent.core.model import Stopping, Suspended, Task
 from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
 
 #: A GPU that cannot be measured for so long is not healthy.
 TOLERATED_S = 5.0
+#: Memory that is held for so long after the last departure, or that a parked worker tells of itself, is not given back.
+KEPT_PROOF_S = 5.0
 #: Free memory beyond the image of a process that the driver is to restore: what it takes beside is not known.
 RESTORE_MARGIN_BYTES = 256 * 2**20
 
@@ -40,6 +42,7 @@ class Gpus:
         self._sampled_mark = -1
         self._mark = 0  #: the newest mark given to a departure
         self._touched: dict[GpuId, int] = {}
+        self._left_at: dict[GpuId, float] = {}  #: by device: the time of the last departure
         self._blind = ""  #: why the GPUs cannot be measured at the moment
         self._blind_since: float | None = None
         self._blind_for_long = False
@@ -91,11 +94,18 @@ class Gpus:
         self._blind_since = now if self._blind_since is None else self._blind_since
         self._blind_for_long = now - self._blind_since >= TOLERATED_S
 
-    def touch(self, gpus: Iterable[GpuId]) -> None:
-        """Note that a worker left these GPUs just now: an earlier measurement proves nothing."""
+    @property
+    def kept_proof_s(self) -> float:
+        """After what time memory counts as kept if nothing can be expected to give it back."""
+        return min(KEPT_PROOF_S, self._facts.park_proof_s)
+
+    def touch(self, gpus: Iterable[GpuId], now: float) -> int:
+        """Note that a worker leaves these GPUs now: an earlier measurement proves nothing. Return its mark."""
         self._mark += 1
-        self._touched.update(dict.fromkeys(gpus, self._mark))
+        for gpu in gpus:
+            self._touched[gpu], self._left_at[device_of(gpu)] = self._mark, now
         self._plain = self._plain and not any("+" in gpu for gpu in self._touched)
+        return self._mark
 
     def lost(self) -> Mapping[GpuId, str]:
         """Return the GPUs that are gone, each with the detail of its last sample."""
@@ -198,30 +208,38 @@ class Gpus:
         parked = sum(isinstance(task.state, Suspended) and not task.image_of for task in here)
         return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * context - _served(sample, context))
 
-    def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
+    def kept_by(self, task: Task, tasks: Mapping[TaskId, Task], now: float) -> str:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
 
         It may while it has a lease and its GPU is used or empty all the same. Memory that no process is shown with was
-        kept by the parked task that left the device last.
+        kept by the task that was parked last of those there.
         """
-        for gpu in task.gpus:
-            sample = self._samples.get(device_of(gpu))
-            if sample is None or self._blind or sample.unmeasured or self._sampled_mark < self._touched.get(gpu, 0):
-                continue
-            here = self._tasks_on(sample.gpu, tasks)
+        for sample, here in self._proofs(task, tasks):
             withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
             kept = sum(_bytes_of(task.id, sample.processes))
-            if kept <= allowed and withheld and self._left_last(gpu, here) and not _explained(sample, allowed):
+            unclear = kept <= allowed and withheld and not _explained(sample, allowed)
+            if unclear and self._is_settled(sample.gpu, here, now) and _parked_last(here) == task.id:
                 kept = withheld + allowed
             if kept > allowed and (withheld or task.want == "vacate"):
                 return f"kept {kept / 2**30:.1f} GiB of {sample.gpu} when it was parked"
         return ""
 
-    def _left_last(self, gpu: GpuId, here: Sequence[Task]) -> bool:
-        """Whether of the seats with a parked task on the same device no other was left later than `gpu`."""
-        parked = (task for task in here if isinstance(task.state, Suspended))
-        seats = (each for task in parked for each in task.gpus if device_of(each) == device_of(gpu))
-        return self._touched.get(gpu, 0) == max(self._touched.get(each, 0) for each in seats)
+    def is_withheld(self, task: Task, tasks: Mapping[TaskId, Task]) -> bool:
+        """Whether some of the memory of the devices of `task` is known to be withheld, by this task or another."""
+        return any(self._withheld_bytes(sample, here) for sample, here in self._proofs(task, tasks))
+
+    def _is_settled(self, device: GpuId, here: Iterable[Task], now: float) -> bool:
+        """Whether the memory of those that have left a device is free by now; a killed one may take long to end."""
+        ending = any(isinstance(task.state, Stopping) for task in here)
+        return now >= self._left_at.get(device, 0.0) + (self._facts.park_proof_s if ending else self.kept_proof_s)
+
+    def _proofs(self, task: Task, tasks: Mapping[TaskId, Task]) -> Iterator[tuple[GpuSample, list[Task]]]:
+        """Yield, for each device of `task`, a sample that is younger than all departures from it, and its tasks."""
+        for device in map(device_of, task.gpus):
+            sample = self._samples.get(device)
+            left = max((mark for gpu, mark in self._touched.items() if device_of(gpu) == device), default=0)
+            if sample is not None and not (self._blind or sample.unmeasured or self._sampled_mark < left):
+                yield sample, self._tasks_on(device, tasks)
 
     def alike(self, devices: Collection[GpuId]) -> list[GpuId]:
         """Return the other healthy devices of the same model and memory; none if these are not all of one kind."""
@@ -300,6 +318,12 @@ def _seats(device: GpuId, count: int, used: Collection[GpuId]) -> list[GpuId]:
 
 def _bytes_of(task: TaskId, processes: Iterable[GpuProcess]) -> list[int]:
     return [process.memory_bytes for process in processes if process.task == task]
+
+
+def _parked_last(here: Iterable[Task]) -> TaskId | None:
+    """Return which of the parked tasks of a device has left it last; one that is about to be moved was never there."""
+    parked = [(task.state.mark, task.id) for task in here if isinstance(task.state, Suspended) and not task.image_of]
+    return max(parked, default=(0, None))[1]
 
 
 def _served(sample: GpuSample, context: int) -> int:

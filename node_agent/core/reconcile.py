@@ -146,12 +146,14 @@ def _proven(node: NodeState, task: Task) -> Suspended:
     assert isinstance(state, Suspended)
     if node.now < state.proof_by:
         return state
-    kept = "" if task.image_of else node.gpus.kept_by(task, node.tasks)
+    kept = "" if task.image_of else node.gpus.kept_by(task, node.tasks, node.now)
     if kept:
         done = "driver" if state.by_driver else "suspend"
         node.learn(task.id, refused=(*task.facts.refused, done), refusal=kept)
         node.tell(task.id, f"{kept}, and is not suspended that way again")
-    state = replace(state, proof_by=node.now + node.facts.park_proof_s, kept=kept or state.kept)
+    # Once the one that is to blame is gone, the next one is to be found without the GPU being idle for long.
+    again_s = node.gpus.kept_proof_s if node.gpus.is_withheld(task, node.tasks) else node.facts.park_proof_s
+    state = replace(state, proof_by=node.now + again_s, kept=kept or state.kept)
     node.put(replace(node.tasks[task.id], state=state))
     return state
 

@@ -51,8 +51,6 @@ from protocol.worker import (
 )
 from protocol.worker import Suspended as SuspendedLine
 
-#: A parked worker that itself tells of more memory than it may keep gives no more back: only a sample has to show that.
-KEPT_PROOF_S = 5.0
 RESUMES_MAX = 3  #: a worker that refuses so often gets a new attempt instead
 LEAVE_S = 30.0  #: from "saved, leaving" to the process being gone
 STACKS_CHARS_MAX = 1500
@@ -73,7 +71,7 @@ def started(node: NodeState, event: WorkerStarted) -> None:
 def start_failed(node: NodeState, event: StartFailed) -> None:
     """Take in that the process of a task could not be started."""
     task = node.tasks[event.task]
-    node.gpus.touch(task.gpus)
+    node.gpus.touch(task.gpus, node.now)
     if event.again:
         node.enter_state(task, Waiting(event.reason), f"could not be started yet: {event.reason}")
     else:
@@ -255,10 +253,11 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:
     node.learn(task.id, suspensions=task.facts.suspensions + 1)
     keeps = told_bytes > node.facts.parked_bytes_max
-    proof_s = min(KEPT_PROOF_S, node.facts.park_proof_s) if keeps else node.facts.park_proof_s
+    # It gives no more back: only a sample has to show that.
+    proof_s = node.gpus.kept_proof_s if keeps else node.facts.park_proof_s
     node.put(replace(node.tasks[task.id], image_of=()))
-    node.gpus.touch(task.gpus)
-    node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver), what)
+    mark = node.gpus.touch(task.gpus, node.now)
+    node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver, mark=mark), what)
 
 
 def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
@@ -388,7 +387,7 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
         ladder.terminate(node, task, f"could not be resumed ({reason})", ladder.TERMINATE_S)
         return
     proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + ladder.ASK_AGAIN_S
-    parked = Suspended(proof_by, reason, retry_at, by_driver)
+    parked = Suspended(proof_by, reason, retry_at, by_driver, mark=node.gpus.mark)
     node.enter_state(task, parked, f"could not be resumed: {reason}")
 
 
@@ -397,7 +396,8 @@ def _move_refused(node: NodeState, task: Task, reason: str) -> None:
     node.learn(task.id, refused=(*task.facts.refused, moves.MOVE))
     text = moves.refused_text(reason)
     node.put(replace(moves.at_home(node.tasks[task.id]), complaint=text, want="vacate"))
-    node.enter_state(node.tasks[task.id], Suspended(node.now + node.facts.park_proof_s, by_driver=True), text)
+    parked = Suspended(node.now + node.facts.park_proof_s, by_driver=True, mark=node.gpus.mark)
+    node.enter_state(node.tasks[task.id], parked, text)
 
 
 def _stacks(node: NodeState, task: Task, seq: int, text: str) -> None:
@@ -419,7 +419,7 @@ def gone(node: NodeState, event: WorkerGone) -> None:
     task = node.tasks.get(event.task)
     if task is None:
         return
-    node.gpus.touch(task.gpus)
+    node.gpus.touch(task.gpus, node.now)
     node.learn(event.task, connected=False)
     if event.finished is not None:
         step = max(task.facts.step, event.finished_step)

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
 from node_agent.core.ladder import ASK_AGAIN_S
-from node_agent.core.model import Facts, Running, Suspended, Task
+from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
@@ -290,16 +290,72 @@ def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_i
 
 def test_memory_without_a_process_was_kept_by_a_parked_job_though_another_that_has_ended_left_the_gpu_later() -> None:
     gpus = Gpus(NodeFacts(NODE, "r1", "boot", 7, parked_bytes_max=GIB))
-    state = Suspended(proof_by=30.0)
-    tasks = {
-        TaskId(name): Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), state, want="run")
-        for number, name in enumerate(("a-1.0-a0", "b-1.0-a0"))
-    }
-    for number in (0, 1, 2):  # the task on the last seat has ended since
-        gpus.touch([seat(gpu(0), number)])
-    gpus.sampled(Sampled(gpus.mark, (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", 4 * GIB),)), 0.0)
-    assert gpus.kept_by(tasks[TaskId("a-1.0-a0")], tasks) == ""
-    assert gpus.kept_by(tasks[TaskId("b-1.0-a0")], tasks) == "kept 3.0 GiB of GPU-0 when it was parked"
+    tasks: dict[TaskId, Task] = {}
+    for number, name in enumerate(("b-1.0-a0", "a-1.0-a0")):
+        state = Suspended(proof_by=30.0, mark=gpus.touch([seat(gpu(0), number)], 0.0))
+        task = Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), state, want="run")
+        tasks[task.id] = task
+    first, last = tasks.values()
+    gpus.touch([seat(gpu(0), 0)], 10.0)  # another task has ended on the seat of the first
+    measured = (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", 4 * GIB),)
+    gpus.sampled(Sampled(gpus.mark - 1, measured), 10.0)
+    assert gpus.kept_by(last, tasks, 30.0) == "", "that one was there when this was measured"
+    gpus.sampled(Sampled(gpus.mark, measured), 10.0)
+    assert gpus.kept_by(last, tasks, 14.9) == "", "its memory may not be free yet"
+    assert [gpus.kept_by(task, tasks, 15.0) for task in (first, last)] == [
+        "",
+        "kept 3.0 GiB of GPU-0 when it was parked",
+    ]
+    assert gpus.is_withheld(first, tasks)
+    killed = replace(last, state=Stopping(Ladder("killed", 20.0), "preempted", "", parked=True))
+    ending = {first.id: first, killed.id: killed}
+    assert gpus.kept_by(first, ending, 39.9) == "", "its process is not gone yet"
+    assert gpus.kept_by(first, ending, 40.0), "it may never be"
+
+
+def test_memory_without_a_process_is_not_blamed_on_a_job_that_leaves_as_another_has_ended_on_its_seat() -> None:
+    """Fault world 1808010591: the one to blame was asked second, and the GPU was idle for more than a minute."""
+    node = SharedNode(parked_bytes_max=GIB)
+    leaving = node.add("v", 0)
+    node.pass_time(15.0)
+    node.want(leaving, "vacate")
+    node.pass_time(15.0)
+    jobs = [
+        node.add(name, 0, seat_number=number, keeps_bytes=kept, shown=False)
+        for number, name, kept in ((0, "x", 0), (1, "a", 0), (2, "k", int(3.5 * GIB)))
+    ]
+    while phase(node, jobs[2]) != "resting" or not node.is_running(jobs[0]):
+        node.pass_time(1.0)
+    node.want(jobs[0], "stop")
+    node.pass_time(2.0)
+    assert [phase(node, task) for task in (leaving, *jobs[1:])] == ["suspended", "resting", "resting"]
+    assert any("is not given back yet" in node.status(task).reason for task in jobs[1:])
+    node.pass_time(33.0)
+    assert any(node.is_running(task) for task in jobs[1:])
+    assert phase(node, leaving) == "suspended"
+
+
+@pytest.mark.parametrize(("dies", "earliest_s", "latest_s"), [(True, 4.0, 12.0), (False, 29.0, 36.0)])
+def test_once_the_job_blamed_for_memory_without_a_process_is_gone_the_next_one_is_found_soon(
+    dies: bool, earliest_s: float, latest_s: float
+) -> None:
+    node = SharedNode(parked_bytes_max=GIB)
+    ending, leaving = (
+        node.add(name, 0, seat_number=number, shown=False, dies=name == "x" or dies) for number, name in enumerate("xv")
+    )
+    node.pass_time(100.0)
+    keeper = node.add("k", 0, seat_number=2, keeps_bytes=int(2.5 * GIB), shown=False)
+    node.pass_time(130.0)
+    assert [phase(node, task) for task in (leaving, ending, keeper)] == ["resting", "running", "resting"]
+    node.want(leaving, "vacate")
+    node.want(ending, "stop")
+    while (leaving, "kill") not in node.signals:
+        node.pass_time(0.1)
+    assert any("kept 1.5 GiB of GPU-0 when it was parked" in line for line in node.core.story(leaving))
+    node.pass_time(earliest_s)
+    assert phase(node, keeper) == "resting"
+    node.pass_time(latest_s - earliest_s)
+    assert node.is_running(keeper)
 
 
 def test_of_two_parked_jobs_the_one_that_keeps_memory_is_found() -> None:

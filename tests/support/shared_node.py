@@ -49,6 +49,7 @@ class Nature(Struct, frozen=True):
     keeps_bytes: int = 0  #: of its first GPU's memory when it has parked itself, as DDP's buckets or another library's
     driver_keeps_bytes: int = 0  #: the same when the driver has suspended it
     use: tuple[float, float | None] | None = None  #: utilisation and load of its GPU while it trains there alone
+    dies: bool = True  #: of a signal; a process may hang in the kernel
     shown: bool = True  #: whether that is known to be its own: NVML may list no processes
 
 
@@ -179,7 +180,8 @@ class SharedNode(Bench):
                     self._drive(effect)
                 case SignalWorker(task=task, how=how) if task in self.workers:
                     self.signals.append((task, how))
-                    self._end(task, WorkerGone(task, signal=9))
+                    if self.workers[task].nature.dies:
+                        self._end(task, WorkerGone(task, signal=9))
 
     def _start(self, effect: StartWorker) -> None:
         nature = self.natures[effect.task.partition("-")[0]]
