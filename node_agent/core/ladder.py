@@ -259,8 +259,7 @@ def kill(node: NodeState, task: Task, outcome: Outcome, reason: str, *, parked: 
     """Send SIGKILL to all that a task has started; one that is `parked` has no memory on its GPUs."""
     node.effects.append(SignalWorker(task.id, "kill"))
     node.learn(task.id, signalled=True)
-    if parked:
-        node.gpus.touch(task.gpus, node.now)
+    node.gpus.wait_for(task.gpus, node.now)  # a parked one may have kept some, and takes a while to end
     ladder = Ladder("killed", node.now + KILL_AGAIN_S)
     node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
 

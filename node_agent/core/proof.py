@@ -27,8 +27,10 @@ from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
 
 #: A GPU that cannot be measured for so long is not healthy.
 TOLERATED_S = 5.0
-#: Memory that is held for so long after the last departure, or that a parked worker tells of itself, is not given back.
+#: For so long after a departure the memory that a device still holds may be that of the task that has left.
 KEPT_PROOF_S = 5.0
+#: The same before a task is blamed that would not go on, but be told to leave, or be ended.
+BLAME_S = 15.0
 #: Free memory beyond the image of a process that the driver is to restore: what it takes beside is not known.
 RESTORE_MARGIN_BYTES = 256 * 2**20
 
@@ -41,8 +43,9 @@ class Gpus:
         self._samples: dict[GpuId, GpuSample] = {}
         self._sampled_mark = -1
         self._mark = 0  #: the newest mark given to a departure
+        self._departures = 0  #: of tasks that were parked
         self._touched: dict[GpuId, int] = {}
-        self._left_at: dict[GpuId, float] = {}  #: by device: the time of the last departure
+        self._changed_at: dict[GpuId, float] = {}  #: by device: when a task last left it, was told to, or was blamed
         self._blind = ""  #: why the GPUs cannot be measured at the moment
         self._blind_since: float | None = None
         self._blind_for_long = False
@@ -96,16 +99,25 @@ class Gpus:
 
     @property
     def kept_proof_s(self) -> float:
-        """After what time memory counts as kept if nothing can be expected to give it back."""
+        """Return after what time the memory of a departure counts as kept, s."""
         return min(KEPT_PROOF_S, self._facts.park_proof_s)
 
-    def touch(self, gpus: Iterable[GpuId], now: float) -> int:
-        """Note that a worker leaves these GPUs now: an earlier measurement proves nothing. Return its mark."""
+    def touch(self, gpus: Iterable[GpuId], now: float) -> None:
+        """Note that a worker left these GPUs just now: an earlier measurement proves nothing."""
         self._mark += 1
-        for gpu in gpus:
-            self._touched[gpu], self._left_at[device_of(gpu)] = self._mark, now
+        left = tuple(gpus)
+        self._touched.update(dict.fromkeys(left, self._mark))
+        self.wait_for(left, now)
         self._plain = self._plain and not any("+" in gpu for gpu in self._touched)
-        return self._mark
+
+    def next_departure(self) -> int:
+        """Return the number of a departure by which a task goes back into the order of those that are parked."""
+        self._departures += 1
+        return self._departures
+
+    def wait_for(self, gpus: Iterable[GpuId], now: float) -> None:
+        """Note that a task may give memory of these GPUs back from now on: no other is blamed for it meanwhile."""
+        self._changed_at.update(dict.fromkeys(map(device_of, gpus), now))
 
     def lost(self) -> Mapping[GpuId, str]:
         """Return the GPUs that are gone, each with the detail of its last sample."""
@@ -212,13 +224,13 @@ class Gpus:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
 
         It may while it has a lease and its GPU is used or empty all the same. Memory that no process is shown with was
-        kept by the task that was parked last of those there.
+        kept by the task that was parked last of those that have not been found to keep any.
         """
         for sample, here in self._proofs(task, tasks):
             withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
             kept = sum(_bytes_of(task.id, sample.processes))
             unclear = kept <= allowed and withheld and not _explained(sample, allowed)
-            if unclear and self._is_settled(sample.gpu, here, now) and _parked_last(here) == task.id:
+            if unclear and _parked_last(here) == task.id and now >= self._settled_at(sample.gpu, here, task):
                 kept = withheld + allowed
             if kept > allowed and (withheld or task.want == "vacate"):
                 return f"kept {kept / 2**30:.1f} GiB of {sample.gpu} when it was parked"
@@ -228,10 +240,11 @@ class Gpus:
         """Whether some of the memory of the devices of `task` is known to be withheld, by this task or another."""
         return any(self._withheld_bytes(sample, here) for sample, here in self._proofs(task, tasks))
 
-    def _is_settled(self, device: GpuId, here: Iterable[Task], now: float) -> bool:
-        """Whether the memory of those that have left a device is free by now; a killed one may take long to end."""
-        ending = any(isinstance(task.state, Stopping) for task in here)
-        return now >= self._left_at.get(device, 0.0) + (self._facts.park_proof_s if ending else self.kept_proof_s)
+    def _settled_at(self, device: GpuId, here: Iterable[Task], task: Task) -> float:
+        """Return from when on memory of a device counts as kept by `task`, and not as that of a task that has left."""
+        ending = any(isinstance(each.state, Stopping) for each in here)
+        wait_s = self._facts.park_proof_s if ending else self.kept_proof_s if task.want == "run" else BLAME_S
+        return self._changed_at.get(device, 0.0) + min(wait_s, self._facts.park_proof_s)
 
     def _proofs(self, task: Task, tasks: Mapping[TaskId, Task]) -> Iterator[tuple[GpuSample, list[Task]]]:
         """Yield, for each device of `task`, a sample that is younger than all departures from it, and its tasks."""
@@ -321,9 +334,12 @@ def _bytes_of(task: TaskId, processes: Iterable[GpuProcess]) -> list[int]:
 
 
 def _parked_last(here: Iterable[Task]) -> TaskId | None:
-    """Return which of the parked tasks of a device has left it last; one that is about to be moved was never there."""
-    parked = [(task.state.mark, task.id) for task in here if isinstance(task.state, Suspended) and not task.image_of]
-    return max(parked, default=(0, None))[1]
+    """Return which task of a device was parked there last, without those that were found to keep memory.
+
+    A task that is about to be moved to the device was never there.
+    """
+    parked = [task for task in here if isinstance(task.state, Suspended) and not (task.state.kept or task.image_of)]
+    return max(((task.left, task.id) for task in parked), default=(0, None))[1]
 
 
 def _served(sample: GpuSample, context: int) -> int:

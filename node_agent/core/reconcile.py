@@ -6,6 +6,7 @@ written, and asks for a measurement where a departure is still to be proven.
 
 from __future__ import annotations
 
+from math import inf
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -138,23 +139,25 @@ def _vacate_parked(node: NodeState, task: Task) -> None:
 
 
 def _proven(node: NodeState, task: Task) -> Suspended:
-    """Check how much memory a parked worker has kept, once that is due; too much rules this method out for it.
+    """Look how much memory a parked worker has kept, once that is due; too much rules this method out for it.
 
     One that is about to be moved has kept nothing on its new GPUs, which it has never used.
     """
     state = task.state
     assert isinstance(state, Suspended)
-    if node.now < state.proof_by:
+    if node.now < state.proof_by or state.kept:
         return state
     kept = "" if task.image_of else node.gpus.kept_by(task, node.tasks, node.now)
+    withheld = not kept and node.gpus.is_withheld(task, node.tasks)
+    look_at = node.now + node.gpus.kept_proof_s if withheld else inf
     if kept:
         done = "driver" if state.by_driver else "suspend"
         node.learn(task.id, refused=(*task.facts.refused, done), refusal=kept)
         node.tell(task.id, f"{kept}, and is not suspended that way again")
-    # Once the one that is to blame is gone, the next one is to be found without the GPU being idle for long.
-    again_s = node.gpus.kept_proof_s if node.gpus.is_withheld(task, node.tasks) else node.facts.park_proof_s
-    state = replace(state, proof_by=node.now + again_s, kept=kept or state.kept)
-    node.put(replace(node.tasks[task.id], state=state))
+        node.gpus.wait_for(task.gpus, node.now)
+    if (kept, look_at) != (state.kept, state.look_at):
+        state = replace(state, look_at=look_at, kept=kept)
+        node.put(replace(node.tasks[task.id], state=state))
     return state
 
 

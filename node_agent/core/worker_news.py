@@ -253,11 +253,11 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:
     node.learn(task.id, suspensions=task.facts.suspensions + 1)
     keeps = told_bytes > node.facts.parked_bytes_max
-    # It gives no more back: only a sample has to show that.
+    # A worker that tells of memory that it keeps gives no more back: only a sample has to show that.
     proof_s = node.gpus.kept_proof_s if keeps else node.facts.park_proof_s
-    node.put(replace(node.tasks[task.id], image_of=()))
-    mark = node.gpus.touch(task.gpus, node.now)
-    node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver, mark=mark), what)
+    node.gpus.touch(task.gpus, node.now)
+    node.put(replace(node.tasks[task.id], image_of=(), left=node.gpus.next_departure()))
+    node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver), what)
 
 
 def checkpointed(node: NodeState, event: ProcessCheckpointed) -> None:
@@ -381,13 +381,14 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
     """
     if not again:
         node.learn(task.id, refused=(*task.facts.refused, "resume"))
+        node.put(replace(node.tasks[task.id], left=node.gpus.next_departure()))
     task = node.tasks[task.id]
     by_driver = isinstance(task.state, Resuming) and task.state.by_driver
     if task.facts.refused.count("resume") >= RESUMES_MAX:
         ladder.terminate(node, task, f"could not be resumed ({reason})", ladder.TERMINATE_S)
         return
     proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + ladder.ASK_AGAIN_S
-    parked = Suspended(proof_by, reason, retry_at, by_driver, mark=node.gpus.mark)
+    parked = Suspended(proof_by, reason, retry_at, by_driver)
     node.enter_state(task, parked, f"could not be resumed: {reason}")
 
 
@@ -396,8 +397,7 @@ def _move_refused(node: NodeState, task: Task, reason: str) -> None:
     node.learn(task.id, refused=(*task.facts.refused, moves.MOVE))
     text = moves.refused_text(reason)
     node.put(replace(moves.at_home(node.tasks[task.id]), complaint=text, want="vacate"))
-    parked = Suspended(node.now + node.facts.park_proof_s, by_driver=True, mark=node.gpus.mark)
-    node.enter_state(node.tasks[task.id], parked, text)
+    node.enter_state(node.tasks[task.id], Suspended(node.now + node.facts.park_proof_s, by_driver=True), text)
 
 
 def _stacks(node: NodeState, task: Task, seq: int, text: str) -> None:

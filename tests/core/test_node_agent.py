@@ -388,6 +388,25 @@ def test_a_worker_that_refuses_to_resume_is_asked_again_and_then_replaced(bench:
     assert bench.status(A).outcome == "preempted"
 
 
+def test_a_parked_worker_is_not_blamed_for_memory_that_another_has_left_since_it_could_not_be_resumed() -> None:
+    bench = Bench(parked_bytes_max=GIB)
+    bench.run(A, 0)
+    parked(bench)
+    bench.plan(task_order(A, 0, want="vacate"), task_order(B, 0))
+    bench.say(WorkerStarted(TaskId(B), 101))
+    bench.worker(B, hello(B))
+    bench.worker(B, progress(5))
+    bench.plan(task_order(A, 0, want="vacate"), task_order(B, 0, want="vacate"))
+    bench.worker(B, Suspended(bench.ordered().seq, 6, GIB, 0, 0.1))
+    bench.measure()
+    bench.wait(40)
+    bench.plan(task_order(A, 0), task_order(B, 0, want="vacate"))
+    bench.worker(A, Refused(bench.ordered().seq, "out of memory"))
+    bench.measure(sample(0, used=4 * GIB))
+    bench.wait(25)
+    assert not bench.all(SignalWorker)
+
+
 # --- a job on several nodes -------------------------------------------------------------------------------------------
 
 MEETING = Rendezvous(1, 2, "gpu-1", 29500)

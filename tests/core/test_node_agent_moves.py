@@ -19,7 +19,8 @@ from node_agent.core.events import (
 from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.worker_news import RESUMES_MAX
 from protocol.messages import JobId, TaskId
-from tests.support.node_harness import GIB, Bench, gpu, process, sample, task_order
+from protocol.worker import Suspended as Parked
+from tests.support.node_harness import GIB, Bench, gpu, hello, process, progress, sample, task_order
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
 DRIVER = {"driver": True, "driver_moves": True, "hello_s": 1.0}
@@ -287,6 +288,22 @@ def test_a_task_that_was_not_moved_does_not_go_on_where_another_app_has_its_gpu_
     assert not bench.all(CheckpointProcess)
     bench.plan(task_order(A, 2), leases=[0, 2])
     assert not bench.all(CheckpointProcess)
+    assert bench.status(A).phase == "suspended"
+
+
+def test_a_task_that_was_not_moved_is_not_blamed_for_memory_that_another_kept_on_its_gpu_meanwhile() -> None:
+    bench = parked_bench(parked_bytes_max=GIB)
+    bench.plan(task_order(A, 1), task_order(B, 0))
+    bench.say(WorkerStarted(TaskId(B), 101))
+    bench.worker(B, hello(B))
+    bench.worker(B, progress(5))
+    leaves = task_order(B, 0, want="vacate", preempt_by="suspend")
+    bench.plan(task_order(A, 1), leaves)
+    bench.worker(B, Parked(bench.ordered().seq, 6, GIB, 0, 0.1))
+    answer(bench, "resume", ok=False, reason="the driver refuses the move")
+    bench.measure(sample(0, used=4 * GIB))
+    bench.wait(31.0)
+    assert [(signal.task, signal.how) for signal in bench.all(SignalWorker)] == [(B, "terminate")]
     assert bench.status(A).phase == "suspended"
 
 

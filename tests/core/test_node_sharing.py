@@ -8,13 +8,13 @@ from itertools import pairwise
 import pytest
 from msgspec.structs import replace
 
-from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, WorkerNote
+from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled, SignalWorker, WorkerNote
 from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
 from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
-from tests.support.node_harness import NODE, gpu, task_order
+from tests.support.node_harness import NODE, Bench, gpu, sample, task_order
 from tests.support.shared_node import GIB, Nature, SharedNode
 
 
@@ -292,9 +292,9 @@ def test_memory_without_a_process_was_kept_by_a_parked_job_though_another_that_h
     gpus = Gpus(NodeFacts(NODE, "r1", "boot", 7, parked_bytes_max=GIB))
     tasks: dict[TaskId, Task] = {}
     for number, name in enumerate(("b-1.0-a0", "a-1.0-a0")):
-        state = Suspended(proof_by=30.0, mark=gpus.touch([seat(gpu(0), number)], 0.0))
-        task = Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), state, want="run")
-        tasks[task.id] = task
+        task = Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), Suspended(30.0), want="run")
+        gpus.touch(task.gpus, 0.0)
+        tasks[task.id] = replace(task, left=gpus.next_departure())
     first, last = tasks.values()
     gpus.touch([seat(gpu(0), 0)], 10.0)  # another task has ended on the seat of the first
     measured = (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", 4 * GIB),)
@@ -311,6 +311,13 @@ def test_memory_without_a_process_was_kept_by_a_parked_job_though_another_that_h
     ending = {first.id: first, killed.id: killed}
     assert gpus.kept_by(first, ending, 39.9) == "", "its process is not gone yet"
     assert gpus.kept_by(first, ending, 40.0), "it may never be"
+    leaving = {task.id: replace(task, want="vacate") for task in (first, last)}
+    assert gpus.kept_by(leaving[last.id], leaving, 24.9) == "", "it would be ended for it, so there is more time"
+    assert gpus.kept_by(leaving[last.id], leaving, 25.0)
+    blamed = {first.id: first, last.id: replace(last, state=replace(last.state, kept="kept 3.0 GiB"))}
+    assert gpus.kept_by(first, blamed, 15.0), "another is found if the first one cannot use its GPU"
+    moved = {first.id: first, last.id: replace(last, image_of=(gpu(1),))}
+    assert gpus.kept_by(first, moved, 15.0), "the last one is only to come here"
 
 
 def test_memory_without_a_process_is_not_blamed_on_a_job_that_leaves_as_another_has_ended_on_its_seat() -> None:
@@ -339,7 +346,7 @@ def test_memory_without_a_process_is_not_blamed_on_a_job_that_leaves_as_another_
 def test_once_the_job_blamed_for_memory_without_a_process_is_gone_the_next_one_is_found_soon(
     dies: bool, earliest_s: float, latest_s: float
 ) -> None:
-    node = SharedNode(parked_bytes_max=GIB)
+    node = SharedNode(parked_bytes_max=GIB, beat_s=1000.0)
     ending, leaving = (
         node.add(name, 0, seat_number=number, shown=False, dies=name == "x" or dies) for number, name in enumerate("xv")
     )
@@ -356,6 +363,63 @@ def test_once_the_job_blamed_for_memory_without_a_process_is_gone_the_next_one_i
     assert phase(node, keeper) == "resting"
     node.pass_time(latest_s - earliest_s)
     assert node.is_running(keeper)
+
+
+def test_a_parked_job_that_is_killed_has_time_to_end_before_another_is_blamed_for_its_memory() -> None:
+    node = SharedNode(parked_bytes_max=GIB)
+    jobs = [
+        node.add(name, 0, seat_number=number, keeps_bytes=kept, shown=False, dies=False)
+        for number, (name, kept) in enumerate((("a", 0), ("b", 0), ("k", int(2.5 * GIB))))
+    ]
+    node.pass_time(200.0)
+    for task in jobs:
+        node.want(task, "vacate")
+    node.pass_time(60.0)
+    assert [phase(node, task) for task in jobs] == ["suspended"] * 3
+    node.want(jobs[2], "stop")
+    node.pass_time(28.0)
+    assert node.signals == [(jobs[2], "kill")] * len(node.signals)
+    node.pass_time(5.0)
+    assert {task for task, _ in node.signals} > {jobs[2]}, "it may never end"
+
+
+def test_once_the_job_blamed_for_memory_without_a_process_has_run_and_ended_the_next_one_is_found_soon() -> None:
+    node = SharedNode(parked_bytes_max=GIB)
+    ending, blamed = (node.add(name, 0, seat_number=number, shown=False) for number, name in enumerate("xv"))
+    node.pass_time(100.0)
+    keeper = node.add("k", 0, seat_number=2, keeps_bytes=int(2.5 * GIB), shown=False)
+    node.pass_time(130.0)
+    node.want(ending, "stop")
+    node.pass_time(60.0)
+    assert [node.is_running(task) for task in (blamed, keeper)] == [True, False]
+    node.want(blamed, "stop")
+    node.pass_time(4.0)
+    assert phase(node, keeper) == "resting", "the memory may be that of the one that has just ended"
+    node.pass_time(4.0)
+    assert node.is_running(keeper)
+
+
+def test_a_job_blamed_for_memory_without_a_process_that_cannot_use_its_gpu_hides_no_other_from_blame() -> None:
+    """After a restart neither has left its GPU since; the one that is blamed first waits for room for its image."""
+    bench = Bench(fresh=True, driver=True, parked_bytes_max=GIB)
+    keeper, large = TaskId("a-1.0-a0"), TaskId("z-1.0-a0")
+    parked = WorkerNote(suspended=True, hello=True)
+    notes = {keeper: parked, large: replace(parked, by_driver=True, parked_bytes=80 * GIB)}
+    bench.adopt(
+        *(AdoptedWorker(each, AppId("x-1"), JobId(each[:5]), 0, (gpu(0),), note) for each, note in notes.items())
+    )
+    bench.measure(sample(0, used=42 * GIB))
+    bench.plan(task_order(keeper, 0, want="vacate"), task_order(large, 0), leases=[0])
+    bench.wait(31.0)
+    bench.wait(13.0)
+    assert not bench.all(SignalWorker), "the one that is blamed first may be about to go on"
+    bench.wait(2.0)
+    assert [signal.task for signal in bench.all(SignalWorker)] == [keeper]
+    bench.gone(keeper)
+    bench.measure(sample(0, used=GIB))
+    assert bench.status(large).phase == "resuming"
+    (blamed,) = (task for task in bench.core.tasks() if task.id == large)
+    assert blamed.facts.refused == ("driver",), "it is blamed once, however often it is looked at"
 
 
 def test_of_two_parked_jobs_the_one_that_keeps_memory_is_found() -> None:
