@@ -35,7 +35,7 @@ def adopt(node: NodeState, workers: Sequence[AdoptedWorker]) -> None:
         node.tell(worker.task, f"found by a new node agent, {task.phase}")
         _go_on_ending(node, worker)
     node.sharing.found(node.tasks)
-    node.gpus.touch((gpu for worker in workers for gpu in node.tasks[worker.task].gpus), node.now)
+    node.gpus.touch(gpu for worker in workers for gpu in node.tasks[worker.task].gpus)
 
 
 def _go_on_ending(node: NodeState, worker: AdoptedWorker) -> None:

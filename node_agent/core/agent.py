@@ -131,8 +131,8 @@ class NodeAgent:
         if node.unsaid:
             return node.now
         times = [task.deadline for task in node.tasks.values()]
-        times += node.sharing.deadlines()
-        return min((time for time in (*times, node.beat_at, node.figures_at) if time is not None), default=None)
+        times += [*node.sharing.deadlines(), node.gpus.look_at, node.beat_at, node.figures_at]
+        return min((time for time in times if time is not None), default=None)
 
     def tasks(self) -> tuple[Task, ...]:
         """Return every task, in order of its id."""

@@ -256,10 +256,11 @@ def stop(node: NodeState, task: Task, outcome: Outcome, reason: str) -> None:
 
 
 def kill(node: NodeState, task: Task, outcome: Outcome, reason: str, *, parked: bool = False) -> None:
-    """Send SIGKILL to all that a task has started; one that is `parked` has no memory on its GPUs."""
+    """Send SIGKILL to all that a task has started; one that is `parked` uses no GPU."""
     node.effects.append(SignalWorker(task.id, "kill"))
     node.learn(task.id, signalled=True)
-    node.gpus.wait_for(task.gpus, node.now)  # a parked one may have kept some, and takes a while to end
+    if parked:
+        node.gpus.touch(task.gpus)  # it may have kept some
     ladder = Ladder("killed", node.now + KILL_AGAIN_S)
     node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
 

@@ -23,6 +23,7 @@ SMOOTHING = 0.2  #: weight of the newest reading of a device's use
 def sampled(node: NodeState, event: Sampled) -> None:
     """Take in a measurement; end the tasks of lost GPUs, and the heaviest task of a GPU that is overdrawn."""
     node.gpus.sampled(event, node.now)
+    node.gpus.watch(node.tasks, node.now)
     measured = tuple(sample for sample in event.gpus if not sample.unmeasured)
     node.effects += node.health.sampled(measured, node.now)
     _note_use(node, measured)

@@ -17,7 +17,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Literal, assert_never
 
 from msgspec import Struct
@@ -88,14 +87,14 @@ class Suspending(Struct, frozen=True):
 
 
 class Suspended(Struct, frozen=True):
-    """Parked; must have given its memory back by `proof_by`. That is looked at then, and from then on at each news."""
+    """Parked; must have given its memory back by `proof_by`. From then on that is looked at on each news."""
 
     proof_by: float
     obstacle: str = ""  #: why it cannot be resumed although it should run
     retry_at: float = 0.0  #: it refused to resume; ask again then
     by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
     kept: str = ""  #: how much memory it has not given back, which is in the way of other tasks and not in its own
-    look_at: float = 0.0  #: after `proof_by`: when to look again if no news comes
+    looked: bool = False  #: its proof was due, and is looked at
 
 
 class Resuming(Struct, frozen=True):
@@ -232,7 +231,7 @@ class Task(Struct, frozen=True):
     rendezvous: Rendezvous | None = None  #: of a job on several nodes
     stop_at: int = -1  #: the step after which all parts of such a job are to stand, or to leave
     stands: bool = False  #: it is to stand there only, until a plan says that it is to leave
-    left: int = 0  #: the number of its last departure from its GPUs among those of all tasks; 0: before a restart
+    parked_as: int = 0  #: its number in the order in which tasks were parked; 0: before the node agent began
     given_up: bool = False  #: parked, and its seats were reported empty under no lease: another task may have them now
 
     @property
@@ -294,10 +293,9 @@ class Task(Struct, frozen=True):
                 return ladder.deadline
             case Loading(hello_by=at):
                 return at
-            case Suspended(proof_by=proof_by, look_at=look_at, retry_at=retry_at) if self.want in ("run", "vacate"):
-                at = max(proof_by, look_at)
-                at = min(at, retry_at) if retry_at and self.want == "run" else at
-                return at if at < inf else None
+            case Suspended(proof_by=proof_by, looked=looked, retry_at=retry_at) if self.want in ("run", "vacate"):
+                times = (0.0 if looked else proof_by, retry_at if self.want == "run" else 0.0)
+                return min(filter(None, times), default=None)
             case Exited(lingering=True, kill_again_at=at):
                 return at
             case _:

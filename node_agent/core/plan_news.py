@@ -123,8 +123,12 @@ def _named(site: str) -> str:
 
 def _with_order(task: Task, order: TaskOrder) -> Task:
     apart = task.ranks.apart or order.rendezvous is not None
+    state = task.state
+    if isinstance(state, Suspended) and state.kept and order.want != task.want:
+        state = replace(state, kept="")  # it was blamed in order to go on, or in order to leave, and not for the other
     return replace(
         task,
+        state=state,
         want=order.want,
         ranks=task.ranks if apart == task.ranks.apart else replace(task.ranks, apart=True),
         rendezvous=order.rendezvous or task.rendezvous,

@@ -27,10 +27,11 @@ from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
 
 #: A GPU that cannot be measured for so long is not healthy.
 TOLERATED_S = 5.0
-#: For so long after a departure the memory that a device still holds may be that of the task that has left.
-KEPT_PROOF_S = 5.0
-#: The same before a task is blamed that would not go on, but be told to leave, or be ended.
-BLAME_S = 15.0
+#: For how long memory must be withheld before a task is blamed for it that then goes on, and one that is told to leave,
+#: or ended: the driver may need a moment to free it.
+KEPT_PROOF_S, BLAME_S = 5.0, 15.0
+#: The same while another task that was blamed is to go on, and waits for a task that uses another of its GPUs.
+BLAMED_AFTER_S, ENDED_AFTER_S = 15.0, 300.0
 #: Free memory beyond the image of a process that the driver is to restore: what it takes beside is not known.
 RESTORE_MARGIN_BYTES = 256 * 2**20
 
@@ -43,9 +44,12 @@ class Gpus:
         self._samples: dict[GpuId, GpuSample] = {}
         self._sampled_mark = -1
         self._mark = 0  #: the newest mark given to a departure
-        self._departures = 0  #: of tasks that were parked
+        self._parked = 0  #: how many tasks were parked so far
+        self._withheld_since: dict[GpuId, float] = {}  #: by device: memory is in use for which there is no reason
+        self._sampled_at = 0.0  #: when the last measurement came
+        self.look_at: float | None = None  #: when to measure again if no measurement comes before
         self._touched: dict[GpuId, int] = {}
-        self._changed_at: dict[GpuId, float] = {}  #: by device: when a task last left it, was told to, or was blamed
+        self._left: dict[GpuId, int] = {}  #: by device: the newest mark of its seats
         self._blind = ""  #: why the GPUs cannot be measured at the moment
         self._blind_since: float | None = None
         self._blind_for_long = False
@@ -74,7 +78,7 @@ class Gpus:
         if event.mark < self._sampled_mark:
             return
         self._blind, self._blind_since, self._blind_for_long = "", None, False
-        self._sampled_mark = event.mark
+        self._sampled_mark, self._sampled_at = event.mark, now
         self._unmeasured_since = {
             sample.gpu: self._unmeasured_since.get(sample.gpu, now) for sample in event.gpus if sample.unmeasured
         }
@@ -99,25 +103,22 @@ class Gpus:
 
     @property
     def kept_proof_s(self) -> float:
-        """Return after what time the memory of a departure counts as kept, s."""
+        """Return for how long memory must be withheld before a task is blamed for it that then goes on, s."""
         return min(KEPT_PROOF_S, self._facts.park_proof_s)
 
-    def touch(self, gpus: Iterable[GpuId], now: float) -> None:
+    def touch(self, gpus: Iterable[GpuId]) -> None:
         """Note that a worker left these GPUs just now: an earlier measurement proves nothing."""
         self._mark += 1
         left = tuple(gpus)
         self._touched.update(dict.fromkeys(left, self._mark))
-        self.wait_for(left, now)
+        self._left.update(dict.fromkeys(map(device_of, left), self._mark))
+        self.wait_for(left)
         self._plain = self._plain and not any("+" in gpu for gpu in self._touched)
 
-    def next_departure(self) -> int:
-        """Return the number of a departure by which a task goes back into the order of those that are parked."""
-        self._departures += 1
-        return self._departures
-
-    def wait_for(self, gpus: Iterable[GpuId], now: float) -> None:
-        """Note that a task may give memory of these GPUs back from now on: no other is blamed for it meanwhile."""
-        self._changed_at.update(dict.fromkeys(map(device_of, gpus), now))
+    def next_parked(self) -> int:
+        """Return the number of the task that was parked just now."""
+        self._parked += 1
+        return self._parked
 
     def lost(self) -> Mapping[GpuId, str]:
         """Return the GPUs that are gone, each with the detail of its last sample."""
@@ -220,39 +221,83 @@ class Gpus:
         parked = sum(isinstance(task.state, Suspended) and not task.image_of for task in here)
         return max(0, sample.used_bytes - self._facts.idle_bytes_max - parked * context - _served(sample, context))
 
-    def kept_by(self, task: Task, tasks: Mapping[TaskId, Task], now: float) -> str:
+    def watch(self, tasks: Mapping[TaskId, Task], now: float) -> None:
+        """Note since when the samples show memory in use on a device that no task there and no process explains."""
+        for gpu, sample in self._samples.items():
+            here = self._tasks_on(gpu, tasks) if sample.used_bytes > self._facts.idle_bytes_max else ()
+            clear = not here or not self._is_proof(sample) or _explained(sample, self._facts.parked_bytes_max)
+            if clear or not self._withheld_bytes(sample, here):
+                self._withheld_since.pop(gpu, None)
+            else:
+                self._withheld_since.setdefault(gpu, now)
+        self.look_at = now + self.kept_proof_s if self._withheld_since else None
+
+    def is_due(self, now: float) -> bool:
+        """Whether to measure again, as memory is withheld and no measurement has come for long; ask once."""
+        due = self.look_at is not None and now >= self.look_at
+        self.look_at = now + self.kept_proof_s if due else self.look_at
+        return due
+
+    def wait_for(self, gpus: Iterable[GpuId]) -> None:
+        """Have the memory that is withheld on these GPUs counted from anew: a task is about to give some back."""
+        for gpu in gpus:
+            self._withheld_since.pop(device_of(gpu), None)
+
+    def kept_by(self, task: Task, tasks: Mapping[TaskId, Task]) -> str:
         """Say how much memory `task`, though parked, was found with beyond a parked worker's share, if it may not.
 
         It may while it has a lease and its GPU is used or empty all the same. Memory that no process is shown with was
         kept by the task that was parked last of those that have not been found to keep any.
         """
-        for sample, here in self._proofs(task, tasks):
-            withheld, allowed = self._withheld_bytes(sample, here), self._facts.parked_bytes_max
+        allowed = self._facts.parked_bytes_max
+        for sample in self._proofs(task):
             kept = sum(_bytes_of(task.id, sample.processes))
-            unclear = kept <= allowed and withheld and not _explained(sample, allowed)
-            if unclear and _parked_last(here) == task.id and now >= self._settled_at(sample.gpu, here, task):
-                kept = withheld + allowed
+            since = self._withheld_since.get(sample.gpu)
+            if kept <= allowed and since is None:
+                continue
+            here = self._tasks_on(sample.gpu, tasks)
+            withheld = self._withheld_bytes(sample, here)
+            if kept <= allowed and withheld and since is not None and _parked_last(here) == task.id:
+                kept = withheld + allowed if self._sampled_at >= since + self._patience_s(task, here, tasks) else 0
             if kept > allowed and (withheld or task.want == "vacate"):
                 return f"kept {kept / 2**30:.1f} GiB of {sample.gpu} when it was parked"
         return ""
 
-    def is_withheld(self, task: Task, tasks: Mapping[TaskId, Task]) -> bool:
-        """Whether some of the memory of the devices of `task` is known to be withheld, by this task or another."""
-        return any(self._withheld_bytes(sample, here) for sample, here in self._proofs(task, tasks))
+    def gave_back(self, task: Task, tasks: Mapping[TaskId, Task]) -> bool:
+        """Whether no memory is withheld any more on the devices of a parked task, and no task uses them."""
+        devices, proofs = task.devices, list(self._proofs(task))
+        here = {sample.gpu: self._tasks_on(sample.gpu, tasks) for sample in proofs}
+        used = any(each.occupies for some in here.values() for each in some)
+        kept = (sum(_bytes_of(task.id, sample.processes)) > self._facts.parked_bytes_max for sample in proofs)
+        withheld = (self._withheld_bytes(sample, here[sample.gpu]) for sample in proofs)
+        return len(proofs) == len(devices) and not used and not any(kept) and not any(withheld)
 
-    def _settled_at(self, device: GpuId, here: Iterable[Task], task: Task) -> float:
-        """Return from when on memory of a device counts as kept by `task`, and not as that of a task that has left."""
-        ending = any(isinstance(each.state, Stopping) for each in here)
-        wait_s = self._facts.park_proof_s if ending else self.kept_proof_s if task.want == "run" else BLAME_S
-        return self._changed_at.get(device, 0.0) + min(wait_s, self._facts.park_proof_s)
+    def _patience_s(self, task: Task, here: Sequence[Task], tasks: Mapping[TaskId, Task]) -> float:
+        """Return for how long memory must have been withheld before `task` is blamed for it, s."""
+        ended = task.want == "vacate"  # it would be told to leave, or be ended
+        blamed = [each for each in here if isinstance(each.state, Suspended) and each.state.kept and each.want == "run"]
+        if any(self._may_go_on(each, tasks) for each in blamed):
+            return ENDED_AFTER_S if ended else BLAMED_AFTER_S
+        if any(isinstance(each.state, Stopping) for each in here):
+            return self._facts.park_proof_s
+        return BLAME_S if ended else self.kept_proof_s
 
-    def _proofs(self, task: Task, tasks: Mapping[TaskId, Task]) -> Iterator[tuple[GpuSample, list[Task]]]:
-        """Yield, for each device of `task`, a sample that is younger than all departures from it, and its tasks."""
-        for device in map(device_of, task.gpus):
+    def _may_go_on(self, task: Task, tasks: Mapping[TaskId, Task]) -> bool:
+        """Whether a parked task that may keep its memory waits for other tasks or for a measurement only."""
+        if any(each.occupies and each.devices & task.devices for each in tasks.values()):
+            return True
+        return len(list(self._proofs(task))) < len(task.devices) or not self.obstacle_to(task, tasks)
+
+    def _proofs(self, task: Task) -> Iterator[GpuSample]:
+        """Yield the sample of each device of `task` if it is younger than all departures from there."""
+        for device in task.devices:
             sample = self._samples.get(device)
-            left = max((mark for gpu, mark in self._touched.items() if device_of(gpu) == device), default=0)
-            if sample is not None and not (self._blind or sample.unmeasured or self._sampled_mark < left):
-                yield sample, self._tasks_on(device, tasks)
+            if sample is not None and self._is_proof(sample):
+                yield sample
+
+    def _is_proof(self, sample: GpuSample) -> bool:
+        fresh = self._sampled_mark >= self._left.get(sample.gpu, 0)
+        return fresh and not (self._blind or sample.unmeasured)
 
     def alike(self, devices: Collection[GpuId]) -> list[GpuId]:
         """Return the other healthy devices of the same model and memory; none if these are not all of one kind."""
@@ -339,7 +384,7 @@ def _parked_last(here: Iterable[Task]) -> TaskId | None:
     A task that is about to be moved to the device was never there.
     """
     parked = [task for task in here if isinstance(task.state, Suspended) and not (task.state.kept or task.image_of)]
-    return max(((task.left, task.id) for task in parked), default=(0, None))[1]
+    return max(((task.parked_as, task.id) for task in parked), default=(0, None))[1]
 
 
 def _served(sample: GpuSample, context: int) -> int:

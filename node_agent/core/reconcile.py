@@ -6,7 +6,6 @@ written, and asks for a measurement where a departure is still to be proven.
 
 from __future__ import annotations
 
-from math import inf
 from typing import assert_never
 
 from msgspec.structs import replace
@@ -42,7 +41,7 @@ def settle(node: NodeState) -> None:
     for task in node.in_order():
         adoption.write_note(node, task)
     node.effects += node.health.news()
-    if node.gpus.mark > node.sample_asked:
+    if node.gpus.mark > node.sample_asked or node.gpus.is_due(node.now):
         node.sample_asked = node.gpus.mark
         node.effects.append(TakeSample(node.sample_asked))
 
@@ -145,18 +144,19 @@ def _proven(node: NodeState, task: Task) -> Suspended:
     """
     state = task.state
     assert isinstance(state, Suspended)
-    if node.now < state.proof_by or state.kept:
+    if node.now < state.proof_by:
         return state
-    kept = "" if task.image_of else node.gpus.kept_by(task, node.tasks, node.now)
-    withheld = not kept and node.gpus.is_withheld(task, node.tasks)
-    look_at = node.now + node.gpus.kept_proof_s if withheld else inf
+    if state.kept and not node.gpus.gave_back(task, node.tasks):
+        return state
+    kept = "" if task.image_of or state.kept else node.gpus.kept_by(task, node.tasks)
     if kept:
         done = "driver" if state.by_driver else "suspend"
-        node.learn(task.id, refused=(*task.facts.refused, done), refusal=kept)
+        refused = task.facts.refused if done in task.facts.refused else (*task.facts.refused, done)
+        node.learn(task.id, refused=refused, refusal=kept)
         node.tell(task.id, f"{kept}, and is not suspended that way again")
-        node.gpus.wait_for(task.gpus, node.now)
-    if (kept, look_at) != (state.kept, state.look_at):
-        state = replace(state, look_at=look_at, kept=kept)
+        node.gpus.wait_for(task.gpus)
+    if (kept, True) != (state.kept, state.looked):
+        state = replace(state, kept=kept, looked=True)
         node.put(replace(node.tasks[task.id], state=state))
     return state
 

@@ -71,7 +71,7 @@ def started(node: NodeState, event: WorkerStarted) -> None:
 def start_failed(node: NodeState, event: StartFailed) -> None:
     """Take in that the process of a task could not be started."""
     task = node.tasks[event.task]
-    node.gpus.touch(task.gpus, node.now)
+    node.gpus.touch(task.gpus)
     if event.again:
         node.enter_state(task, Waiting(event.reason), f"could not be started yet: {event.reason}")
     else:
@@ -255,8 +255,8 @@ def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = Fals
     keeps = told_bytes > node.facts.parked_bytes_max
     # A worker that tells of memory that it keeps gives no more back: only a sample has to show that.
     proof_s = node.gpus.kept_proof_s if keeps else node.facts.park_proof_s
-    node.gpus.touch(task.gpus, node.now)
-    node.put(replace(node.tasks[task.id], image_of=(), left=node.gpus.next_departure()))
+    node.gpus.touch(task.gpus)
+    node.put(replace(node.tasks[task.id], image_of=(), parked_as=node.gpus.next_parked()))
     node.enter_state(task, Suspended(node.now + proof_s, by_driver=by_driver), what)
 
 
@@ -381,7 +381,7 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
     """
     if not again:
         node.learn(task.id, refused=(*task.facts.refused, "resume"))
-        node.put(replace(node.tasks[task.id], left=node.gpus.next_departure()))
+        node.put(replace(node.tasks[task.id], parked_as=node.gpus.next_parked()))
     task = node.tasks[task.id]
     by_driver = isinstance(task.state, Resuming) and task.state.by_driver
     if task.facts.refused.count("resume") >= RESUMES_MAX:
@@ -419,7 +419,7 @@ def gone(node: NodeState, event: WorkerGone) -> None:
     task = node.tasks.get(event.task)
     if task is None:
         return
-    node.gpus.touch(task.gpus, node.now)
+    node.gpus.touch(task.gpus)
     node.learn(event.task, connected=False)
     if event.finished is not None:
         step = max(task.facts.step, event.finished_step)

@@ -404,6 +404,7 @@ def test_a_parked_worker_is_not_blamed_for_memory_that_another_has_left_since_it
     bench.worker(A, Refused(bench.ordered().seq, "out of memory"))
     bench.measure(sample(0, used=4 * GIB))
     bench.wait(25)
+    bench.measure(sample(0, used=4 * GIB))
     assert not bench.all(SignalWorker)
 
 

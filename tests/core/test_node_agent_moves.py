@@ -303,6 +303,7 @@ def test_a_task_that_was_not_moved_is_not_blamed_for_memory_that_another_kept_on
     answer(bench, "resume", ok=False, reason="the driver refuses the move")
     bench.measure(sample(0, used=4 * GIB))
     bench.wait(31.0)
+    bench.measure(sample(0, used=4 * GIB))
     assert [(signal.task, signal.how) for signal in bench.all(SignalWorker)] == [(B, "terminate")]
     assert bench.status(A).phase == "suspended"
 

@@ -13,7 +13,7 @@ from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
-from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, seat
+from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, Want, seat
 from tests.support.node_harness import NODE, Bench, gpu, sample, task_order
 from tests.support.shared_node import GIB, Nature, SharedNode
 
@@ -288,36 +288,104 @@ def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_i
     assert node.steps(b) > 0.4 * 1300 / 0.5
 
 
-def test_memory_without_a_process_was_kept_by_a_parked_job_though_another_that_has_ended_left_the_gpu_later() -> None:
-    gpus = Gpus(NodeFacts(NODE, "r1", "boot", 7, parked_bytes_max=GIB))
-    tasks: dict[TaskId, Task] = {}
-    for number, name in enumerate(("b-1.0-a0", "a-1.0-a0")):
-        task = Task(TaskId(name), AppId("a-1"), JobId(name), 0, (seat(gpu(0), number),), Suspended(30.0), want="run")
-        gpus.touch(task.gpus, 0.0)
-        tasks[task.id] = replace(task, left=gpus.next_departure())
-    first, last = tasks.values()
-    gpus.touch([seat(gpu(0), 0)], 10.0)  # another task has ended on the seat of the first
-    measured = (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", 4 * GIB),)
-    gpus.sampled(Sampled(gpus.mark - 1, measured), 10.0)
-    assert gpus.kept_by(last, tasks, 30.0) == "", "that one was there when this was measured"
-    gpus.sampled(Sampled(gpus.mark, measured), 10.0)
-    assert gpus.kept_by(last, tasks, 14.9) == "", "its memory may not be free yet"
-    assert [gpus.kept_by(task, tasks, 15.0) for task in (first, last)] == [
-        "",
-        "kept 3.0 GiB of GPU-0 when it was parked",
-    ]
-    assert gpus.is_withheld(first, tasks)
-    killed = replace(last, state=Stopping(Ladder("killed", 20.0), "preempted", "", parked=True))
-    ending = {first.id: first, killed.id: killed}
-    assert gpus.kept_by(first, ending, 39.9) == "", "its process is not gone yet"
-    assert gpus.kept_by(first, ending, 40.0), "it may never be"
-    leaving = {task.id: replace(task, want="vacate") for task in (first, last)}
-    assert gpus.kept_by(leaving[last.id], leaving, 24.9) == "", "it would be ended for it, so there is more time"
-    assert gpus.kept_by(leaving[last.id], leaving, 25.0)
-    blamed = {first.id: first, last.id: replace(last, state=replace(last.state, kept="kept 3.0 GiB"))}
-    assert gpus.kept_by(first, blamed, 15.0), "another is found if the first one cannot use its GPU"
-    moved = {first.id: first, last.id: replace(last, image_of=(gpu(1),))}
-    assert gpus.kept_by(first, moved, 15.0), "the last one is only to come here"
+class Parked:
+    """Two tasks that were parked on one GPU, one after the other, where memory is in use without a process."""
+
+    def __init__(self, want: Want = "run") -> None:
+        self.gpus = Gpus(NodeFacts(NODE, "r1", "boot", 7, parked_bytes_max=GIB))
+        self.tasks: dict[TaskId, Task] = {}
+        for number, name in enumerate(("b-1.0-a0", "a-1.0-a0")):
+            place = (seat(gpu(0), number),)
+            task = Task(TaskId(name), AppId("a-1"), JobId(name), 0, place, Suspended(30.0), want=want)
+            self.gpus.touch(place)
+            self.tasks[task.id] = replace(task, parked_as=self.gpus.next_parked())
+        self.first, self.last = list(self.tasks)
+
+    def measure(self, at: float, used: int = 4 * GIB, *, mark: int | None = None) -> None:
+        mark = self.gpus.mark if mark is None else mark
+        self.gpus.sampled(Sampled(mark, (GpuSample(gpu(0), "H100", 80 * GIB, "slot-0", used),)), at)
+        self.gpus.watch(self.tasks, at)
+
+    def put(self, task: TaskId, **changes: object) -> None:
+        self.tasks[task] = replace(self.tasks[task], **changes)
+
+    @property
+    def blamed(self) -> list[TaskId]:
+        return [task.id for task in self.tasks.values() if self.gpus.kept_by(task, self.tasks)]
+
+
+def test_memory_without_a_process_is_blamed_on_the_job_parked_last_though_another_ends_on_the_other_seat() -> None:
+    parked = Parked()
+    parked.measure(0.0)
+    parked.gpus.touch([seat(gpu(0), 0)])
+    parked.measure(60.0)
+    parked.measure(64.9)
+    assert parked.blamed == [], "its memory may not be free yet"
+    parked.measure(65.0)
+    assert parked.blamed == [parked.last]
+    assert parked.gpus.kept_by(parked.tasks[parked.last], parked.tasks) == "kept 3.0 GiB of GPU-0 when it was parked"
+    parked.gpus.touch([seat(gpu(0), 0)])
+    for at in (70.0, 80.0):
+        parked.measure(at, mark=parked.gpus.mark - 1)
+    assert parked.blamed == [], "another one was there when this was measured"
+
+
+@pytest.mark.parametrize(("want", "seconds"), [("run", 5.0), ("vacate", 15.0)])
+def test_a_job_is_blamed_for_memory_without_a_process_only_once_it_has_been_withheld_for_a_while(
+    want: Want, seconds: float
+) -> None:
+    parked = Parked(want)
+    parked.measure(1000.0, used=GIB)
+    for at in (1001.0, 1001.0 + seconds - 0.1):
+        parked.measure(at)
+        assert parked.blamed == []
+    parked.measure(1002.0 + seconds, used=GIB)
+    parked.measure(1003.0 + seconds)
+    assert parked.blamed == [], "in between it was given back"
+    parked.measure(1003.0 + 2 * seconds)
+    assert parked.blamed == [parked.last]
+
+
+def test_where_no_measurement_comes_one_is_asked_for_while_memory_is_withheld() -> None:
+    parked = Parked()
+    parked.measure(1000.0)
+    assert parked.gpus.look_at == 1005.0
+    assert parked.gpus.is_due(1005.0)
+    assert not parked.gpus.is_due(1006.0), "it is on its way"
+    parked.measure(1007.0, used=GIB)
+    assert parked.gpus.look_at is None
+
+
+def test_a_job_is_blamed_later_while_another_that_was_blamed_may_go_on_or_is_being_ended() -> None:
+    killed = Stopping(Ladder("killed", 20.0), "preempted", "", parked=True)
+    kept = Suspended(30.0, kept="kept 3.0 GiB")
+    on_both = (seat(gpu(0), 1), gpu(1))
+    for state, want, gpus, want_of_first, seconds in (
+        (killed, "run", on_both, "run", 30.0),
+        (kept, "run", on_both, "run", 15.0),
+        (kept, "run", on_both, "vacate", 300.0),
+        (kept, "vacate", on_both, "vacate", 15.0),
+        (kept, "run", on_both[:1], "vacate", 300.0),
+        (replace(kept, by_driver=True), "run", on_both[:1], "vacate", 15.0),  # there is no room for its image
+    ):
+        parked = Parked()
+        user = Task(TaskId("u-1.0-a0"), AppId("u-1"), JobId("u-1.0"), 0, (gpu(1),), Running(), want="run")
+        parked.tasks[user.id] = user
+        parked.put(parked.last, want=want, state=state, gpus=gpus, facts=Facts(parked_bytes=80 * GIB))
+        parked.put(parked.first, want=want_of_first)
+        parked.measure(1000.0)
+        parked.measure(999.9 + seconds)
+        assert parked.blamed == []
+        parked.measure(1000.0 + seconds)
+        assert parked.blamed == [parked.first]
+
+
+def test_a_job_that_is_about_to_be_moved_to_a_gpu_is_not_blamed_for_the_memory_there() -> None:
+    parked = Parked()
+    parked.put(parked.last, image_of=(gpu(1),))
+    parked.measure(1000.0)
+    parked.measure(1005.0)
+    assert parked.gpus.kept_by(parked.tasks[parked.first], parked.tasks)
 
 
 def test_memory_without_a_process_is_not_blamed_on_a_job_that_leaves_as_another_has_ended_on_its_seat() -> None:
@@ -379,7 +447,7 @@ def test_a_parked_job_that_is_killed_has_time_to_end_before_another_is_blamed_fo
     node.want(jobs[2], "stop")
     node.pass_time(28.0)
     assert node.signals == [(jobs[2], "kill")] * len(node.signals)
-    node.pass_time(5.0)
+    node.pass_time(8.0)
     assert {task for task, _ in node.signals} > {jobs[2]}, "it may never end"
 
 
@@ -411,15 +479,84 @@ def test_a_job_blamed_for_memory_without_a_process_that_cannot_use_its_gpu_hides
     bench.measure(sample(0, used=42 * GIB))
     bench.plan(task_order(keeper, 0, want="vacate"), task_order(large, 0), leases=[0])
     bench.wait(31.0)
-    bench.wait(13.0)
-    assert not bench.all(SignalWorker), "the one that is blamed first may be about to go on"
-    bench.wait(2.0)
+    for seconds in (0.0, 1.0, 14.9):
+        bench.wait(seconds)
+        bench.measure(sample(0, used=42 * GIB))
+        assert not bench.all(SignalWorker), "the one that is blamed first may be about to go on"
+    bench.wait(0.1)
+    bench.measure(sample(0, used=42 * GIB))
     assert [signal.task for signal in bench.all(SignalWorker)] == [keeper]
     bench.gone(keeper)
     bench.measure(sample(0, used=GIB))
     assert bench.status(large).phase == "resuming"
     (blamed,) = (task for task in bench.core.tasks() if task.id == large)
     assert blamed.facts.refused == ("driver",), "it is blamed once, however often it is looked at"
+
+
+def blamed_bench() -> Bench:
+    """A node with a parked job that was blamed for memory and cannot go on, as it needs more than there is."""
+    bench = Bench(fresh=True, driver=True, parked_bytes_max=GIB)
+    note = WorkerNote(suspended=True, hello=True, by_driver=True, parked_bytes=80 * GIB)
+    bench.adopt(AdoptedWorker(LARGE, AppId("x-1"), JobId("z-1.0"), 0, (gpu(0),), note))
+    bench.measure(sample(0, used=42 * GIB))
+    bench.plan(task_order(LARGE, 0))
+    bench.wait(31.0)
+    bench.measure(sample(0, used=42 * GIB))
+    assert "kept 42.0 GiB" in bench.core.story(LARGE)[-1]
+    return bench
+
+
+LARGE = TaskId("z-1.0-a0")
+
+
+def test_a_job_blamed_in_order_to_go_on_is_not_ended_for_it_as_soon_as_it_is_to_leave() -> None:
+    bench = blamed_bench()
+    bench.plan(task_order(LARGE, 0, want="vacate"), leases=[])
+    for seconds in (0.0, 14.9):
+        bench.wait(seconds)
+        bench.measure(sample(0, used=42 * GIB))
+        assert not bench.all(SignalWorker)
+    bench.wait(0.1)
+    bench.measure(sample(0, used=42 * GIB))
+    assert [signal.how for signal in bench.all(SignalWorker)] == ["kill"]
+
+
+def test_a_job_is_blamed_no_more_once_the_memory_was_given_back() -> None:
+    bench = blamed_bench()
+    bench.measure(sample(0, used=GIB))
+    assert bench.status(LARGE).phase == "resuming", "there is room for it now"
+    bench = blamed_bench()
+    bench.plan(task_order(LARGE, 0), leases=[])  # so that it stays
+    for used, kept in ((GIB, ""), (42 * GIB, ""), (42 * GIB, "kept 42.0 GiB of GPU-0 when it was parked")):
+        bench.measure(sample(0, used=used))
+        (task,) = bench.core.tasks()
+        assert isinstance(task.state, Suspended)
+        assert (task.state.kept, task.facts.refused) == (kept, ("driver",))
+        bench.wait(5.0)
+
+
+@pytest.mark.parametrize("quantum_s", [60.0, 200.0])
+def test_no_other_job_is_ended_for_memory_that_a_gang_keeps_while_it_waits_for_its_turn_on_another_gpu(
+    quantum_s: float,
+) -> None:
+    node = SharedNode(gpus=2, parked_bytes_max=GIB, quantum_s=quantum_s)
+    leaving, ending = (node.add(name, 0, seat_number=number, shown=False) for number, name in enumerate("vx"))
+    other = node.add("r", 1, shown=False)
+    node.pass_time(quantum_s + 5.0)
+    while not isinstance(node.task(leaving).state, Suspended):
+        node.pass_time(1.0)
+    node.want(leaving, "vacate")
+    node.pass_time(2.0)
+    gang = node.add("g", 0, 1, seat_number=2, keeps_bytes=int(2.5 * GIB), shown=False)
+    while not (node.steps(gang) and node.is_running(ending) and node.is_running(other)):
+        node.pass_time(1.0)
+    node.pass_time(31.0)
+    node.want(ending, "stop")
+    while not node.is_running(gang):
+        node.pass_time(0.5)
+        node.look()
+    assert {task for task, _ in node.signals} == {ending}
+    assert phase(node, leaving) == "suspended"
 
 
 def test_of_two_parked_jobs_the_one_that_keeps_memory_is_found() -> None:
