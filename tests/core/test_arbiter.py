@@ -215,6 +215,22 @@ def test_a_next_attempt_starts_only_when_the_earlier_one_is_gone() -> None:
     assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a1", "run")]
 
 
+def test_no_attempt_begins_while_a_later_one_lives_of_which_its_app_has_forgotten() -> None:
+    """As where an older journal of an app agent was put back."""
+    site, a = one_app_running()
+    site.node("n1", tasks=[task("ana-1", 0, [a], "exited", outcome="preempted")])
+    site.app("ana-1", jobs=[wish("ana-1", 0, [a], attempt=1)])
+    later = task("ana-1", 0, [a], attempt=1)
+    site.node("n1", tasks=[later], used=[a])
+    for _ in range(2):
+        site.app("ana-1", jobs=[wish("ana-1", 0, [a])])
+        assert orders(site, "n1") == [], "its node ends the later one"
+        site.node("n1", tasks=[later], used=[a])
+    site.node("n1")
+    site.wait(SETTINGS.beat_s + 0.1)
+    assert orders(site, "n1") == [("ana-1.0-a0", "run")]
+
+
 def test_an_exited_task_is_named_until_its_app_moves_on_so_that_its_end_is_never_lost() -> None:
     site, gpu = one_app_running()
     done = task("ana-1", 0, [gpu], "exited", outcome="finished", exit_code=0)

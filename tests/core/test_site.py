@@ -552,6 +552,34 @@ def test_a_node_that_stays_silent_is_waited_for_no_longer_than_until_it_is_lost(
     site.arbiter.validate()
 
 
+@pytest.mark.parametrize("silent", [False, True])
+def test_no_attempt_begins_by_an_older_journal_before_its_app_has_spoken(silent: bool) -> None:
+    """World 1813000648: the app's agent had vanished, and its first attempt began again beside a later one."""
+    site = a_site_at_work()
+    first, second = gpu_id("n1", 0), gpu_id("n2", 0)
+    site.node("n2", 1, site="")
+    backup, ours = site.arbiter.snapshot(), site.plans["n1"].seq
+
+    def report_both() -> Sequence[Effect]:
+        """Tell that the first attempt is over, and of the third, unless its node is silent."""
+        effects = site.node("n1", site=OURS, plan=(1, ours + 3))
+        if not silent:
+            third = task("ana-1", 0, [second], attempt=2)
+            effects += site.node("n2", tasks=[third], used=[second], site=OURS, plan=(1, ours + 3))
+        return effects
+
+    after_a_power_cut(site, backup)
+    for _ in range(3):
+        effects = [*report_both(), *site.wait(11.0)]
+        assert all(plan.tasks == () for plan in sent(effects, NodePlan) if plan.epoch > 2), "it ordered an old attempt"
+    assert site.arbiter.state.listens_until is None
+    assert site.replayed(snapshot=backup) == site.arbiter.snapshot()
+    site.node("n2", site=OURS)
+    assert site.plans["n1"].tasks == (), "its journal knows no better now"
+    site.app("ana-1", jobs=[wish("ana-1", 0, [first], attempt=3)], run="r", site=OURS)
+    assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a3", "run")]
+
+
 def an_app_that_a_power_cut_has_taken_from_the_journal() -> tuple[Site, JobWish, NodePlan]:
     """Bob trains on the second GPU of n1, which has not spoken yet."""
     site = a_site_at_work()

@@ -2,8 +2,9 @@
 
 A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
 not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
-named only when no process of an earlier attempt can exist, so no job ever runs twice; and on another node only when the
-checkpoint of the earlier one is not in its node's memory alone, so none is left behind.
+named only when no process of an earlier attempt can exist, nor of a later one that is not wished any more, so no job
+ever runs twice; and on another node only when the checkpoint of the earlier one is not in its node's memory alone, so
+none is left behind.
 
 A job that spans nodes is one task on each, a *part*. All of them start, or none, and when one has left the others do.
 """
@@ -233,9 +234,9 @@ def _shares(turn: Turn, app: model.App, job: model.Job) -> Shares:
 
 
 def _may_start(turn: Turn, job: model.Job, shares: Shares, tasks: list[Task]) -> bool:
-    """Whether the job's part on a node without one may start: earlier attempts are gone, its other parts may run."""
-    earlier = [task for task in tasks if task.attempt < job.attempt]
-    if any(_haunts(turn.state, task) or _is_needed(turn.state, task, shares) for task in earlier):
+    """Whether the job's part on a node without one may start: other attempts are gone, its other parts may run."""
+    others = [task for task in tasks if task.attempt != job.attempt]
+    if any(_haunts(turn.state, task) or _is_needed(turn.state, task, shares) for task in others):
         return False
     parts = [task for task in tasks if task.attempt == job.attempt]
     return all(task.alive and _want(turn.state, task, shares, parts) == ("run", "") for task in parts)

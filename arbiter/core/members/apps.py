@@ -172,6 +172,25 @@ def leave_out_silent(turn: Turn) -> None:
                 sales.give_up_booking(turn, app_id)
 
 
+def doubt_wishes(turn: Turn) -> None:
+    """Let nothing begin for apps that have not spoken to an arbiter whose journal is older than what nodes have seen.
+
+    Their wishes are as old: a job whose attempt has no task may have gone on in a later one, also on a node that is
+    silent. It has GPUs again with the next word of its app.
+    """
+    for app_id in sorted(turn.index.active):
+        app = turn.state.apps[app_id]
+        if turn.state.seen[app_id] > turn.state.started_at:
+            continue
+        tasks = map(turn.state.tasks.__getitem__, turn.index.tasks[app_id])
+        known = {(task.job, task.attempt) for task in tasks}
+        jobs = [job if (job.id, job.attempt) in known else replace(job, gpus=(), suspended=False) for job in app.jobs]
+        if tuple(jobs) != app.jobs:
+            turn.tell(app_id, "has not spoken: its jobs may have gone on elsewhere, and none begins before it does")
+            turn.state.apps[app_id] = app = replace(app, jobs=tuple(jobs))
+            turn.follow(app)
+
+
 def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     note_voice(turn, app)
     if report.seq <= app.report_seq:
