@@ -260,7 +260,7 @@ def kill(node: NodeState, task: Task, outcome: Outcome, reason: str, *, parked: 
     node.effects.append(SignalWorker(task.id, "kill"))
     node.learn(task.id, signalled=True)
     if parked:
-        node.gpus.touch(task.gpus)  # it may have kept some
+        node.gpus.touch(task.gpus)  # it may have kept some of their memory
     ladder = Ladder("killed", node.now + KILL_AGAIN_S)
     node.enter_state(node.tasks[task.id], Stopping(ladder, outcome, reason, parked), f"sent SIGKILL: {reason}")
 

@@ -45,7 +45,7 @@ class Gpus:
         self._sampled_mark = -1
         self._mark = 0  #: the newest mark given to a departure
         self._parked = 0  #: how many tasks were parked so far
-        self._withheld_since: dict[GpuId, float] = {}  #: by device: memory is in use for which there is no reason
+        self._withheld_since: dict[GpuId, float] = {}  #: by device: when memory was first seen that nothing explains
         self._sampled_at = 0.0  #: when the last measurement came
         self.look_at: float | None = None  #: when to measure again if no measurement comes before
         self._touched: dict[GpuId, int] = {}
@@ -290,7 +290,7 @@ class Gpus:
 
     def _proofs(self, task: Task) -> Iterator[GpuSample]:
         """Yield the sample of each device of `task` if it is younger than all departures from there."""
-        for device in task.devices:
+        for device in dict.fromkeys(map(device_of, task.gpus)):
             sample = self._samples.get(device)
             if sample is not None and self._is_proof(sample):
                 yield sample

@@ -388,7 +388,7 @@ def test_a_worker_that_refuses_to_resume_is_asked_again_and_then_replaced(bench:
     assert bench.status(A).outcome == "preempted"
 
 
-def test_a_parked_worker_is_not_blamed_for_memory_that_another_has_left_since_it_could_not_be_resumed() -> None:
+def test_a_parked_worker_is_not_blamed_for_memory_that_came_with_the_refused_resume_of_another() -> None:
     bench = Bench(parked_bytes_max=GIB)
     bench.run(A, 0)
     parked(bench)

@@ -388,7 +388,7 @@ def test_a_job_that_is_about_to_be_moved_to_a_gpu_is_not_blamed_for_the_memory_t
     assert parked.gpus.kept_by(parked.tasks[parked.first], parked.tasks)
 
 
-def test_memory_without_a_process_is_not_blamed_on_a_job_that_leaves_as_another_has_ended_on_its_seat() -> None:
+def test_memory_without_a_process_is_not_blamed_on_a_leaving_job_on_whose_seat_another_has_ended() -> None:
     """Fault world 1808010591: the one to blame was asked second, and the GPU was idle for more than a minute."""
     node = SharedNode(parked_bytes_max=GIB)
     leaving = node.add("v", 0)
