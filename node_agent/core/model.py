@@ -87,14 +87,14 @@ class Suspending(Struct, frozen=True):
 
 
 class Suspended(Struct, frozen=True):
-    """Parked; must have given its memory back by `proof_by`. From then on that is looked at on each news."""
+    """Parked; must have given its memory back by `proof_by`. Each event from then on has that looked at."""
 
     proof_by: float
     obstacle: str = ""  #: why it cannot be resumed although it should run
     retry_at: float = 0.0  #: it refused to resume; ask again then
     by_driver: bool = False  #: by the driver's checkpoint: it hears nothing
     kept: str = ""  #: how much memory it has not given back, which is in the way of other tasks and not in its own
-    looked: bool = False  #: its proof was due, and is looked at
+    looked: bool = False  #: `proof_by` is over
 
 
 class Resuming(Struct, frozen=True):
@@ -112,7 +112,7 @@ class Vacating(Struct, frozen=True):
 
 
 class Stopping(Struct, frozen=True):
-    """Ends for good, as `outcome` unless it finishes first. One that was `parked` has no memory on its GPUs."""
+    """Ends for good, as `outcome` unless it finishes first. One that was `parked` does not use its GPUs."""
 
     ladder: Ladder
     outcome: Outcome

@@ -10,7 +10,7 @@ from node_agent.core import moves
 from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
 from node_agent.core.model import Exited, Facts, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
-from protocol.messages import GpuId, NodePlan, TaskOrder, device_of
+from protocol.messages import GpuId, NodePlan, TaskOrder, Want, device_of
 
 INCARNATION_MAX = 2**52  #: incarnations count starts, or began at the seconds of a clock; more is no count
 FOREIGN_MAX = 100  #: sites that are remembered as refused
@@ -94,7 +94,7 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
         wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
         # Another app may have the GPUs on which a parked task is: it runs only where a plan says so.
         want = "vacate" if isinstance(task.state, Suspended) else task.want
-        node.put(replace(task, complaint=task.complaint or wrong, named=True, want=want))
+        node.put(replace(_wishing(task, want), complaint=task.complaint or wrong, named=True))
     elif isinstance(task.state, Suspended) and task.gpus != order.gpus:
         node.tell(task.id, f"goes on on {', '.join(order.gpus)}")
         node.put(_with_order(replace(moves.seated(task, order.gpus), reseated=True), order))
@@ -123,13 +123,8 @@ def _named(site: str) -> str:
 
 def _with_order(task: Task, order: TaskOrder) -> Task:
     apart = task.ranks.apart or order.rendezvous is not None
-    state = task.state
-    if isinstance(state, Suspended) and state.kept and order.want != task.want:
-        state = replace(state, kept="")  # it was blamed in order to go on, or in order to leave, and not for the other
     return replace(
-        task,
-        state=state,
-        want=order.want,
+        _wishing(task, order.want),
         ranks=task.ranks if apart == task.ranks.apart else replace(task.ranks, apart=True),
         rendezvous=order.rendezvous or task.rendezvous,
         stop_at=order.stop_at,
@@ -142,6 +137,14 @@ def _with_order(task: Task, order: TaskOrder) -> Task:
         complaint="",
         priority=order.priority,
     )
+
+
+def _wishing(task: Task, want: Want | None) -> Task:
+    """Return a task with a wish; one that was blamed so that it goes on is not ended for that, nor the other way."""
+    state = task.state
+    if isinstance(state, Suspended) and state.kept and want != task.want:
+        state = replace(state, kept="")
+    return replace(task, state=state, want=want)
 
 
 def _may_sit(node: NodeState, task: Task, gpus: Sequence[GpuId]) -> bool:

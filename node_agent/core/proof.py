@@ -27,10 +27,10 @@ from protocol.messages import GpuId, GpuStatus, TaskId, device_of, seat
 
 #: A GPU that cannot be measured for so long is not healthy.
 TOLERATED_S = 5.0
-#: For how long memory must be withheld before a task is blamed for it that then goes on, and one that is told to leave,
-#: or ended: the driver may need a moment to free it.
+#: For how long memory must be withheld before a task is blamed for it: the driver may need a moment to free it. The
+#: first is for a task that wants to run and so gets its turn. The second is for one that is told to leave, or ended.
 KEPT_PROOF_S, BLAME_S = 5.0, 15.0
-#: The same while another task that was blamed is to go on, and waits for a task that uses another of its GPUs.
+#: The same while a task that was blamed before waits for another of its GPUs.
 BLAMED_AFTER_S, ENDED_AFTER_S = 15.0, 300.0
 #: Free memory beyond the image of a process that the driver is to restore: what it takes beside is not known.
 RESTORE_MARGIN_BYTES = 256 * 2**20
@@ -100,6 +100,7 @@ class Gpus:
         self._blind = reason
         self._blind_since = now if self._blind_since is None else self._blind_since
         self._blind_for_long = now - self._blind_since >= TOLERATED_S
+        self._withheld_since.clear()
 
     @property
     def kept_proof_s(self) -> float:
@@ -239,7 +240,7 @@ class Gpus:
         return due
 
     def wait_for(self, gpus: Iterable[GpuId]) -> None:
-        """Have the memory that is withheld on these GPUs counted from anew: a task is about to give some back."""
+        """Begin the time anew for which memory of these GPUs has been withheld: a task may give some back now."""
         for gpu in gpus:
             self._withheld_since.pop(device_of(gpu), None)
 
@@ -275,7 +276,7 @@ class Gpus:
     def _patience_s(self, task: Task, here: Sequence[Task], tasks: Mapping[TaskId, Task]) -> float:
         """Return for how long memory must have been withheld before `task` is blamed for it, s."""
         ended = task.want == "vacate"  # it would be told to leave, or be ended
-        blamed = [each for each in here if isinstance(each.state, Suspended) and each.state.kept and each.want == "run"]
+        blamed = [each for each in here if isinstance(each.state, Suspended) and each.state.kept]
         if any(self._may_go_on(each, tasks) for each in blamed):
             return ENDED_AFTER_S if ended else BLAMED_AFTER_S
         if any(isinstance(each.state, Stopping) for each in here):
@@ -283,7 +284,7 @@ class Gpus:
         return BLAME_S if ended else self.kept_proof_s
 
     def _may_go_on(self, task: Task, tasks: Mapping[TaskId, Task]) -> bool:
-        """Whether a parked task that may keep its memory waits for other tasks or for a measurement only."""
+        """Whether a blamed task, which is to go on or to save and leave, can do so now, or once others are done."""
         if any(each.occupies and each.devices & task.devices for each in tasks.values()):
             return True
         return len(list(self._proofs(task))) < len(task.devices) or not self.obstacle_to(task, tasks)

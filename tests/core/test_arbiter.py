@@ -215,7 +215,7 @@ def test_a_next_attempt_starts_only_when_the_earlier_one_is_gone() -> None:
     assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a1", "run")]
 
 
-def test_no_attempt_begins_while_a_later_one_lives_of_which_its_app_has_forgotten() -> None:
+def test_no_attempt_begins_while_a_later_one_lives_that_its_app_has_forgotten() -> None:
     """As where an older journal of an app agent was put back."""
     site, a = one_app_running()
     site.node("n1", tasks=[task("ana-1", 0, [a], "exited", outcome="preempted")])

@@ -13,7 +13,7 @@ from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
-from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, Want, seat
+from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, TaskOrder, Want, seat
 from tests.support.node_harness import NODE, Bench, gpu, sample, task_order
 from tests.support.shared_node import GIB, Nature, SharedNode
 
@@ -342,7 +342,10 @@ def test_a_job_is_blamed_for_memory_without_a_process_only_once_it_has_been_with
     parked.measure(1002.0 + seconds, used=GIB)
     parked.measure(1003.0 + seconds)
     assert parked.blamed == [], "in between it was given back"
-    parked.measure(1003.0 + 2 * seconds)
+    parked.gpus.failed("the driver does not answer", 1004.0)
+    parked.measure(1005.0 + 2 * seconds)
+    assert parked.blamed == [], "in between nothing was seen"
+    parked.measure(1005.0 + 3 * seconds)
     assert parked.blamed == [parked.last]
 
 
@@ -364,7 +367,7 @@ def test_a_job_is_blamed_later_while_another_that_was_blamed_may_go_on_or_is_bei
         (killed, "run", on_both, "run", 30.0),
         (kept, "run", on_both, "run", 15.0),
         (kept, "run", on_both, "vacate", 300.0),
-        (kept, "vacate", on_both, "vacate", 15.0),
+        (kept, "vacate", on_both, "vacate", 300.0),
         (kept, "run", on_both[:1], "vacate", 300.0),
         (replace(kept, by_driver=True), "run", on_both[:1], "vacate", 15.0),  # there is no room for its image
     ):
@@ -509,9 +512,11 @@ def blamed_bench() -> Bench:
 LARGE = TaskId("z-1.0-a0")
 
 
-def test_a_job_blamed_in_order_to_go_on_is_not_ended_for_it_as_soon_as_it_is_to_leave() -> None:
+@pytest.mark.parametrize("order", [task_order("z-1.0-a0", 0, want="vacate"), task_order("z-1.0-a0", 0, 1)])
+def test_a_job_blamed_in_order_to_go_on_is_not_ended_for_it_as_soon_as_it_is_to_leave(order: TaskOrder) -> None:
+    """It is to leave also where its order names other GPUs."""
     bench = blamed_bench()
-    bench.plan(task_order(LARGE, 0, want="vacate"), leases=[])
+    bench.plan(order, leases=[])
     for seconds in (0.0, 14.9):
         bench.wait(seconds)
         bench.measure(sample(0, used=42 * GIB))

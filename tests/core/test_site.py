@@ -8,12 +8,12 @@ from contextlib import closing
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.arbiter import Arbiter, Configured, Effect
+from arbiter.core.arbiter import ABSENCE_BEATS, Arbiter, Configured, Effect
 from arbiter.core.effects import EpochTaken, LeaseRecord, Note, Resign
 from arbiter.core.members.site import EPOCH_MAX
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from arbiter.ledger import Ledger
-from protocol.core import Connected, Tick
+from protocol.core import Connected, Received, Tick
 from protocol.messages import (
     Act,
     AppId,
@@ -23,7 +23,9 @@ from protocol.messages import (
     JobWish,
     NodePlan,
     Party,
+    ProbeReply,
     Requirements,
+    RoundId,
     TenantId,
     device_of,
     seat,
@@ -561,7 +563,7 @@ def test_no_attempt_begins_by_an_older_journal_before_its_app_has_spoken(silent:
     backup, ours = site.arbiter.snapshot(), site.plans["n1"].seq
 
     def report_both() -> Sequence[Effect]:
-        """Tell that the first attempt is over, and of the third, unless its node is silent."""
+        """Report that the first attempt is over and that the third lives, unless its node is silent."""
         effects = site.node("n1", site=OURS, plan=(1, ours + 3))
         if not silent:
             third = task("ana-1", 0, [second], attempt=2)
@@ -578,6 +580,31 @@ def test_no_attempt_begins_by_an_older_journal_before_its_app_has_spoken(silent:
     assert site.plans["n1"].tasks == (), "its journal knows no better now"
     site.app("ana-1", jobs=[wish("ana-1", 0, [first], attempt=3)], run="r", site=OURS)
     assert [(order.task, order.want) for order in site.plans["n1"].tasks] == [("ana-1.0-a3", "run")]
+
+
+@pytest.mark.parametrize("voice", ["the arbiter was away", "an answer", "a report that came before"])
+def test_no_attempt_begins_by_an_older_journal_as_long_as_its_app_has_told_no_newer_wish(voice: str) -> None:
+    site = a_site_at_work()
+    site.node("n2", 1, site="")
+    backup, ours = site.arbiter.snapshot(), site.plans["n1"].seq
+    known = [event for _, event in site.journal if isinstance(event, Received) and isinstance(event.message, AppReport)]
+    after_a_power_cut(site, backup)
+    site.node("n1", site=OURS, plan=(1, ours + 3))
+    site.now += 1.0
+    match voice:
+        case "an answer":
+            site.hear(Party("app", "ana"), ProbeReply(AppId("ana-1"), RoundId(1), 2.0))
+        case "a report that came before":
+            site.handle(known[-1])
+        case _:
+            site.now += (ABSENCE_BEATS + 1) * SETTINGS.beat_s
+    effects: list[Effect] = []
+    for _ in range(3):
+        for name in ("n1", "n2"):
+            effects += site.node(name, site=OURS, plan=(1, ours + 3))
+        effects += site.wait(5.0)
+    assert site.arbiter.state.listens_until is None
+    assert all(plan.tasks == () for plan in sent(effects, NodePlan) if plan.epoch > 2)
 
 
 def an_app_that_a_power_cut_has_taken_from_the_journal() -> tuple[Site, JobWish, NodePlan]:

@@ -2,9 +2,8 @@
 
 A plan names every task that should be on a node. A task runs if all its job's GPUs are leased to its app; if one is
 not, it vacates; if its app no longer wishes its job, or wishes nothing any more, it stops. A job's next attempt is
-named only when no process of an earlier attempt can exist, nor of a later one that is not wished any more, so no job
-ever runs twice; and on another node only when the checkpoint of the earlier one is not in its node's memory alone, so
-none is left behind.
+named only when no process of another attempt can exist, so no job ever runs twice; and on another node only when the
+checkpoint of the earlier one is not in its node's memory alone, so none is left behind.
 
 A job that spans nodes is one task on each, a *part*. All of them start, or none, and when one has left the others do.
 """

@@ -173,20 +173,18 @@ def leave_out_silent(turn: Turn) -> None:
 
 
 def doubt_wishes(turn: Turn) -> None:
-    """Let nothing begin for apps that have not spoken to an arbiter whose journal is older than what nodes have seen.
+    """Begin no job of an app that has told no newer wish, as the journal is older than what nodes have seen.
 
-    Their wishes are as old: a job whose attempt has no task may have gone on in a later one, also on a node that is
-    silent. It has GPUs again with the next word of its app.
+    Its wish is as old. A job whose attempt has no task may have gone on in a later attempt, even on a node that is
+    silent. It has GPUs again with the next wish of its app.
     """
-    for app_id in sorted(turn.index.active):
+    for app_id in sorted(turn.index.active & turn.state.unheard_apps):
         app = turn.state.apps[app_id]
-        if turn.state.seen[app_id] > turn.state.started_at:
-            continue
         tasks = map(turn.state.tasks.__getitem__, turn.index.tasks[app_id])
         known = {(task.job, task.attempt) for task in tasks}
         jobs = [job if (job.id, job.attempt) in known else replace(job, gpus=(), suspended=False) for job in app.jobs]
         if tuple(jobs) != app.jobs:
-            turn.tell(app_id, "has not spoken: its jobs may have gone on elsewhere, and none begins before it does")
+            turn.tell(app_id, "has told no wish yet: its jobs may have gone on elsewhere, so none begins until then")
             turn.state.apps[app_id] = app = replace(app, jobs=tuple(jobs))
             turn.follow(app)
 
@@ -195,6 +193,7 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
     note_voice(turn, app)
     if report.seq <= app.report_seq:
         return app
+    turn.state.unheard_apps.discard(app.id)
     before, app = app, _as_reported(turn, app, report)
     _note_changes(turn, before, app)
     turn.state.apps[app.id] = app = declarations.note(turn, app)
@@ -364,6 +363,7 @@ def _forget_oldest(turn: Turn) -> None:
         del turn.state.apps[app_id]
         turn.index.forget_app(app_id)
         turn.state.seen.pop(app_id, None)
+        turn.state.unheard_apps.discard(app_id)
         turn.state.rhos.pop(app_id, None)
         turn.state.history.forget(app_id)
         turn.state.stories.pop(app_id, None)

@@ -54,6 +54,7 @@ def begin(turn: Turn, before: int) -> None:
     state.heard_own = False
     state.foreign.clear()
     state.unheard = {node.id for node in state.nodes.values() if isinstance(node.state, Up)}
+    state.unheard_apps = set(state.apps)
     if state.behind and state.listens_until is not None:
         _listen(turn)
         return

@@ -700,6 +700,7 @@ class State(Struct):
     restored: str = ""  #: the backup that the journal was restored from, until it has listened once
     listens_until: float | None = None  #: it only listens until then
     unheard: set[NodeId] = field(default_factory=set)  #: the nodes that have not spoken since this arbiter leads
+    unheard_apps: set[AppId] = field(default_factory=set)  #: the apps that have told no newer wish since then
     declarations: dict[str, Declared] = field(default_factory=dict)  #: by owner; see `members.declarations`
     drains: dict[NodeId, Drain] = field(default_factory=dict)  #: the nodes that are to be emptied, or are empty by that
     stops: dict[JobId, JointStop] = field(default_factory=dict)  #: of jobs on several nodes that are to leave
