@@ -529,6 +529,10 @@ def test_nothing_is_kept_of_an_app_that_is_forgotten(monkeypatch: pytest.MonkeyP
     site.app("ana-1", state="finished", demand=0)
     site.node("n1")
     site.wait(6)
+    site.lead()  # a new leader, which has heard of no app yet
+    assert site.arbiter.state.unheard_apps == {"ana-1"}
+    site.node("n1")
+    site.wait(6)
     site.app("bob-1", gang=5, demand=5)
     assert list(site.arbiter.state.apps) == ["bob-1"]
     index, state = site.arbiter._index, site.arbiter.state

@@ -12,8 +12,8 @@ is at work, is found out before it has said anything:
   the last moments: a report of a newer epoch says so, or of a later plan of an epoch before, or of a node of this
   site that the journal does not know, or of an app with GPUs that were never its own by the journal. Nodes obey no
   plan of an arbiter that does not know what they have obeyed (`NodePlan.after`), so nothing is lost until it has heard
-  of it. The epoch goes beyond, and what runs is adopted likewise. For an app that has not spoken nothing begins before
-  it does, as its wishes in the journal are older, too.
+  of it. The epoch goes beyond, and what runs is adopted likewise. No job begins of an app that has told no newer
+  wish, as its wish in the journal is older, too.
 - *A journal that was restored from a backup* says so itself, also where nodes have seen no newer epoch: the arbiter of
   the backup may have led on in its epoch. It listens first, as nodes would obey it, and adopts what runs.
 
