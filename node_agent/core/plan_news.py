@@ -90,6 +90,10 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
     if task is None:
         if not order.ended:
             _add_task(node, order)
+    elif order.want != "run" or isinstance(task.state, Exited):
+        # Such an order repeats the seats of an earlier report. The task leaves, or stays parked, where it is.
+        parked = isinstance(task.state, Suspended)
+        node.put(_with_order(moves.at_home(task) if parked else task, order))
     elif task.gpus != order.gpus and not _may_sit(node, task, order.gpus):
         wrong = "its order names other GPUs than it was started on; only a new attempt can move it"
         # Another app may have the GPUs on which a parked task is: it runs only where a plan says so.
@@ -99,8 +103,7 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
         node.tell(task.id, f"goes on on {', '.join(order.gpus)}")
         node.put(_with_order(replace(moves.seated(task, order.gpus), reseated=True), order))
     else:
-        gpus = task.gpus if isinstance(task.state, Exited) else order.gpus
-        node.put(_with_order(replace(task, gpus=gpus), order))
+        node.put(_with_order(replace(task, gpus=order.gpus), order))
 
 
 def _add_task(node: NodeState, order: TaskOrder) -> None:
@@ -153,7 +156,7 @@ def _may_sit(node: NodeState, task: Task, gpus: Sequence[GpuId]) -> bool:
     Its process is bound to its GPUs once it has begun, though not to its seats on them. While it is parked it owns no
     seat, and it goes on on the seats that its app is given: on its own GPUs, unless the driver can move it to others.
     """
-    if isinstance(task.state, Waiting | Exited):
+    if isinstance(task.state, Waiting):
         return True
     if not isinstance(task.state, Suspended):
         return False

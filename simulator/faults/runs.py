@@ -284,11 +284,19 @@ class _Run:
             if _place_in_line(traits, apps[other.id]) < _place_in_line(traits, apps[sim_app.id])
             if traits.strict == "all" or apps[other.id].tenant == apps[sim_app.id].tenant
         ]
-        # One that asks for a kind of GPUs keeps those from it, and no others.
+        # One that asks for a kind of GPUs keeps those from it, and no others; a parked job can go on on its own only.
         kinds = [other.spec.requirements for other in before if wishes_kind(other.spec.requirements)]
-        if not before or (len(kinds) == len(before) and sim_app.spec.gang <= _room(self.world, sim_app, kinds)):
+        apart = len(kinds) == len(before) and sim_app.spec.gang <= _room(self.world, sim_app, kinds)
+        if not before or (apart and not self._is_parked_on(apps[sim_app.id], kinds)):
             return ""
         return f"strict order keeps it behind {before[0].id}, which does not fit"
+
+    def _is_parked_on(self, app: App, kinds: Sequence[Requirements]) -> bool:
+        """Whether a job of an app is parked on GPUs of which some others ask for the kind."""
+        gpus = self.world.arbiter.core.state.gpus
+        parked = {gpus[gpu].node for job in app.jobs if job.suspended for gpu in job.gpus if gpu in gpus}
+        specs = [node.spec for node in self.world.nodes.values() if node.id in parked]
+        return any(suits(kind, spec.gpu_type, spec.memory_bytes) for spec in specs for kind in kinds)
 
     def _judge_liveness(self) -> None:
         world = self.world

@@ -18,7 +18,7 @@ from node_agent.core.events import (
 )
 from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.worker_news import RESUMES_MAX
-from protocol.messages import JobId, TaskId
+from protocol.messages import JobId, TaskId, seat
 from protocol.worker import Suspended as Parked
 from tests.support.node_harness import GIB, Bench, gpu, hello, process, progress, sample, task_order
 
@@ -265,6 +265,14 @@ def test_a_move_that_was_not_begun_can_be_taken_back(bench: Bench) -> None:
     assert (resume.do, resume.moves) == ("resume", {})
 
 
+def test_a_task_whose_move_was_not_begun_stays_parked_where_it_is_once_it_has_no_lease_any_more(bench: Bench) -> None:
+    bench.measure(sample(2, process(None, GIB)))
+    bench.plan(task_order(A, 2))
+    bench.plan(task_order(A, 2, want="vacate"))
+    status = bench.status(A)
+    assert (status.phase, status.gpus, status.other_gpus) == ("suspended", (gpu(0),), (gpu(1), gpu(2)))
+
+
 # --- trouble --------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +322,22 @@ def test_a_parked_task_whose_order_names_gpus_that_do_not_suit_stays_parked(benc
     bench.plan(task_order(A, 7), leases=[0, 7])
     bench.measure()
     assert not bench.all(CheckpointProcess)
+
+
+def test_a_parked_task_that_is_to_stay_so_stays_where_it_is_whatever_seats_its_order_repeats(bench: Bench) -> None:
+    """World 1817011262: two plans named one seat and another, in turn; the task followed, and said so each time."""
+    for number in (1, 2, 1):
+        bench.plan(replace(task_order(A, 0, want="vacate"), gpus=(seat(gpu(0), number),)))
+        assert bench.status(A).gpus == (gpu(0),)
+        assert "goes on" not in " ".join(bench.core.story(TaskId(A)))
+
+
+def test_a_task_that_is_to_leave_leaves_though_its_order_repeats_a_seat_that_it_was_on_before() -> None:
+    """It went on training, as with an order to run on other GPUs, until the arbiter knew of its new seat."""
+    bench = Bench(**DRIVER)
+    bench.run(A, 0)
+    bench.plan(replace(task_order(A, 0, want="stop"), gpus=(seat(gpu(0), 1),)))
+    assert (bench.status(A).phase, bench.status(A).gpus) == ("stopping", (gpu(0),))
 
 
 def test_a_move_that_is_lost_ends_the_task_in_one_sentence(bench: Bench) -> None:

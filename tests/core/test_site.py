@@ -717,6 +717,27 @@ def test_an_app_whose_word_of_a_gpu_was_lost_until_it_had_lost_that_gpu_proves_n
     assert taken(site.app("ana-1", demand=2, jobs=jobs, run="r", site=OURS)) == []
 
 
+@pytest.mark.parametrize("spoke", [False, True])
+def test_an_app_that_was_cut_off_since_it_lost_a_gpu_proves_nothing_of_the_journal(spoke: bool) -> None:
+    """World 1817013340: it lost another GPU meanwhile, by when the first counted as one that it knew to be lost."""
+    site = a_site_at_work()
+    first, second = gpu_id("n1", 0), gpu_id("n1", 1)
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    site.wait(2.0)
+    assert site.held("ana-1") == [first, second]
+    site.hear(Party("app", "ana"), Act("act-1", "hold", "ana-1", site=OURS))
+    report(site, "n1", {first: "ana-1"})
+    assert isinstance(site.gpu_state(second), Free)
+    site.wait(SETTINGS.node_timeout_s + 1.0)
+    if spoke:
+        site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    report(site, "n1", {})
+    assert isinstance(site.gpu_state(first), Free)
+    site.lead()
+    late = [wish("ana-1", 0, [first]), wish("ana-1", 1, [second])]
+    assert bool(taken(site.app("ana-1", demand=2, jobs=late, run="r", site=OURS))) == spoke
+
+
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
 def test_an_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
     site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()

@@ -232,8 +232,7 @@ def release(turn: Turn, gpu: Gpu) -> model.App:
     drained = gpu.state
     held_s = turn.now - drained.lease.granted_at
     app = turn.state.apps[drained.lease.app]
-    lately = turn.now - turn.state.settings.node_timeout_s
-    had = {each: at for each, at in app.had.items() if at > lately} | {gpu.id: turn.now}
+    had = {**app.had, gpu.id: turn.now}
     tally = replace(app.tally, gpu_seconds=app.tally.gpu_seconds + held_s)
     turn.state.apps[app.id] = replace(app, tally=tally, had=had)
     turn.put_gpu(gpu, Free(turn.now))

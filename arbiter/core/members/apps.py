@@ -74,8 +74,8 @@ def speaks_for(sender: Party, report: AppReport) -> bool:
 def unknown_gpus(state: State, app: App | None, report: AppReport) -> set[GpuId]:
     """Return the GPUs on which an app has put jobs, though by our state they were never its own: we lost their leases.
 
-    `app` is the app as we know it. GPUs that it had when it was heard last, is leaving, or has had lately prove
-    nothing, nor do those where a job is parked: it has lost their leases.
+    `app` is the app as we know it. GPUs that it had when it was heard last, is leaving, or has had since or shortly
+    before prove nothing, nor do those where a job is parked: it has lost their leases.
     """
     over = app is not None and isinstance(app.state, Settled | model.Refused)
     if report.state != "active" or over or (app is not None and report.run != app.run):
@@ -208,8 +208,12 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
 
 
 def _as_reported(turn: Turn, app: App, report: AppReport) -> App:
-    """Return the app with all that its report says."""
+    """Return the app with all that its report says.
+
+    Of a lease that has ended it has heard by then, unless it ended lately.
+    """
     jobs = tuple(map(_job, report.jobs))
+    lately = turn.now - turn.state.settings.node_timeout_s
     return replace(
         app,
         report_seq=report.seq,
@@ -238,6 +242,7 @@ def _as_reported(turn: Turn, app: App, report: AppReport) -> App:
         array=report.array,
         array_over=min(report.array_over, report.array),
         standing=report.standing,
+        had={gpu: at for gpu, at in app.had.items() if at > lately} if app.had else app.had,
     )
 
 

@@ -448,7 +448,7 @@ class App(Struct, frozen=True):
     suspensions: int = 0
     metrics: dict[str, float] = {}
     ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
-    had: dict[GpuId, float] = {}  #: GPUs whose leases ended lately, and when: it may not have heard so yet
+    had: dict[GpuId, float] = {}  #: GPUs whose leases ended, and when, as long as it may not have heard so
     holdings_seq: int = 0
     holdings_digest: str = ""
     #: Its newest report that took something back which it had wished, or said again that it is over: it waits until it

@@ -243,10 +243,10 @@ class Selection:
         return {gpu: app for app, own in self.own.items() for gpu in own}
 
     def let_by(self, app: AppView) -> bool:
-        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it."""
-        if app.by_kind:
+        """Let others by an app that does not fit, if it can use certain GPUs only: those are set aside for it."""
+        if app.only is not None:
             self.left -= self.deal.set_aside(app, self.left)
-        return app.by_kind
+        return app.only is not None
 
     # --- words ------------------------------------------------------------------------------------------------------
 

@@ -206,10 +206,10 @@ class Round:
         return placed
 
     def let_by(self, app: AppView) -> bool:
-        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it."""
-        if app.by_kind:
+        """Let others by an app that does not fit, if it can use certain GPUs only: those are set aside for it."""
+        if app.only is not None:
             self._deal.set_aside(app)
-        return app.by_kind
+        return app.only is not None
 
     def _may_enter(self, app: AppView) -> bool:
         """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
