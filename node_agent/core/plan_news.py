@@ -117,6 +117,7 @@ def _unnamed(node: NodeState, task: Task) -> None:
     """End a task that no lease names any more; it is forgotten once its end was reported."""
     if task.named and not isinstance(task.state, Exited):
         node.tell(task.id, "named by no plan any more")
+    task = moves.at_home(task) if isinstance(task.state, Suspended) else task
     node.put(replace(task, named=False, want="stop", reason=task.reason or "its lease has ended"))
 
 

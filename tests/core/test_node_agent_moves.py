@@ -268,9 +268,18 @@ def test_a_move_that_was_not_begun_can_be_taken_back(bench: Bench) -> None:
 def test_a_task_whose_move_was_not_begun_stays_parked_where_it_is_once_it_has_no_lease_any_more(bench: Bench) -> None:
     bench.measure(sample(2, process(None, GIB)))
     bench.plan(task_order(A, 2))
+    assert bench.core.state.tasks[TaskId(A)].gpus == (gpu(2),)
     bench.plan(task_order(A, 2, want="vacate"))
+    task = bench.core.state.tasks[TaskId(A)]
+    assert (bench.status(A).phase, task.gpus, task.image_of) == ("suspended", (gpu(0),), ())
+
+
+def test_a_task_whose_move_was_not_begun_is_ended_where_it_is_once_no_plan_names_it(bench: Bench) -> None:
+    bench.measure(sample(2, process(None, GIB)))
+    bench.plan(task_order(A, 2))
+    bench.plan(leases=[])
     status = bench.status(A)
-    assert (status.phase, status.gpus, status.other_gpus) == ("suspended", (gpu(0),), (gpu(1), gpu(2)))
+    assert (status.phase, status.gpus, bench.gpu_status(0).empty) == ("stopping", (gpu(0),), False)
 
 
 # --- trouble --------------------------------------------------------------------------------------------------------

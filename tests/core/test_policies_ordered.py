@@ -419,13 +419,23 @@ def test_a_parked_app_gets_the_very_gpus_that_it_can_use_or_none(name: str) -> N
 
 
 @pytest.mark.parametrize("name", ["fifo", "fitgpp", "lrtp", "rand"])
-def test_a_parked_app_that_waits_for_its_own_gpus_lets_others_have_the_rest(name: str) -> None:
-    """World 1817013757: they waited behind it for ever, with GPUs idle on which it could not go on."""
+@pytest.mark.parametrize("aside", [True, False])
+def test_a_parked_app_whose_gpu_is_set_aside_for_one_before_it_lets_others_have_the_rest(
+    name: str, aside: bool
+) -> None:
+    """World 1817013757: they waited behind it for ever, with GPUs idle on which it could not go on.
+
+    Otherwise it waits for GPUs that others have, and no app behind it goes before it.
+    """
     gpus = gpus_of(2, 2)
-    parked = replace(app_of("parked", gang=3, demand_max=3), only=names(gpus[:3]))
-    view = round_of(gpus[1:], parked, job("next", 1), job("last", 1))
-    assert decided(name, view)[1]["next"].gpus == names(gpus[3:]), "what it waits for is set aside"
-    assert counts(name, view) == {"parked": 0, "next": 1, "last": 0}
+    before = replace(app_of("before", gang=2, demand_max=2), only=names(gpus[:2]), by_kind=True)
+    parked = replace(app_of("parked", gang=2, demand_max=2), only=names(gpus[1:3]))
+    view = round_of(gpus[1:], *[before] * aside, parked, job("next", 1), job("last", 1))
+    allocation, outcomes = decided(name, view)
+    assert outcomes["parked"].gpus == ()
+    assert outcomes["next"].gpus == (names(gpus[3:]) if aside else ()), "what it waits for is set aside, too"
+    assert outcomes["last"].gpus == ()
+    assert allocation.freed == ()
 
 
 def one_machine(name: str, gang: int, left_s: float, held: Sequence[GpuView] = ()) -> AppView:

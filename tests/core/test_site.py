@@ -738,6 +738,22 @@ def test_an_app_that_was_cut_off_since_it_lost_a_gpu_proves_nothing_of_the_journ
     assert bool(taken(site.app("ana-1", demand=2, jobs=late, run="r", site=OURS))) == spoke
 
 
+def test_reports_of_an_app_that_waited_while_no_arbiter_led_prove_nothing_of_the_journal() -> None:
+    """The first did not know of the GPU yet, and the second had a job there; by then the lease had long ended."""
+    site = a_site_at_work()
+    first, second = gpu_id("n1", 0), gpu_id("n1", 1)
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    site.wait(2.0)
+    report(site, "n1", {first: "ana-1"}, sick=[second])
+    report(site, "n1", {first: "ana-1"}, sick=[second])
+    assert isinstance(site.gpu_state(second), Free)
+    site.now += SETTINGS.node_timeout_s + 1.0
+    site.lead()
+    site.app("ana-1", demand=2, jobs=[wish("ana-1", 0, [first])], run="r", site=OURS)
+    both = [wish("ana-1", 0, [first]), wish("ana-1", 1, [second])]
+    assert taken(site.app("ana-1", demand=2, jobs=both, run="r", site=OURS)) == []
+
+
 @pytest.mark.parametrize("why", ["it has no GPU", "it is of another site", "it comes late"])
 def test_an_app_that_proves_nothing_of_the_journal_has_no_arbiter_listen(why: str) -> None:
     site, job, _newest = an_app_that_a_power_cut_has_taken_from_the_journal()

@@ -210,10 +210,11 @@ def _note_wish(turn: Turn, app: App, report: AppReport) -> App:
 def _as_reported(turn: Turn, app: App, report: AppReport) -> App:
     """Return the app with all that its report says.
 
-    Of a lease that has ended it has heard by then, unless it ended lately.
+    Of a lease that has ended it has heard by then, unless it ended lately, or its reports had to wait for this arbiter.
     """
     jobs = tuple(map(_job, report.jobs))
     lately = turn.now - turn.state.settings.node_timeout_s
+    had = {gpu: at for gpu, at in app.had.items() if max(at, turn.state.started_at) > lately} if app.had else app.had
     return replace(
         app,
         report_seq=report.seq,
@@ -242,7 +243,7 @@ def _as_reported(turn: Turn, app: App, report: AppReport) -> App:
         array=report.array,
         array_over=min(report.array_over, report.array),
         standing=report.standing,
-        had={gpu: at for gpu, at in app.had.items() if at > lately} if app.had else app.had,
+        had=had,
     )
 
 

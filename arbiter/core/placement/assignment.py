@@ -206,6 +206,7 @@ class Deal:
         self.left = Holes(view.gpus if gpus is None else gpus, departures)
         self.got: defaultdict[AppId, list[GpuView]] = defaultdict(list)
         self._owner: dict[GpuId, AppId] = {}
+        self._aside: set[GpuId] = set()
 
     @property
     def assign(self) -> dict[GpuId, AppId]:
@@ -269,7 +270,12 @@ class Deal:
         found = sorted(gpu.gpu for gpu in self._pool(app))[:most]
         for gpu in found:
             self.left.remove(gpu)
+        self._aside.update(found)
         return len(found)
+
+    def waits_for_set_aside(self, app: AppView) -> bool:
+        """Whether `app` can use certain GPUs only, and some of them are set aside for an app before it."""
+        return app.only is not None and not self._aside.isdisjoint(app.only)
 
     def losses(self, app: AppView) -> str:
         """Return a clause on the GPUs `app` held and does not get again; empty when there are none."""

@@ -243,10 +243,14 @@ class Selection:
         return {gpu: app for app, own in self.own.items() for gpu in own}
 
     def let_by(self, app: AppView) -> bool:
-        """Let others by an app that does not fit, if it can use certain GPUs only: those are set aside for it."""
-        if app.only is not None:
+        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it.
+
+        So are those of an app that can use certain GPUs only, and waits for some that are set aside already.
+        """
+        lets_by = app.by_kind or self.deal.waits_for_set_aside(app)
+        if lets_by:
             self.left -= self.deal.set_aside(app, self.left)
-        return app.only is not None
+        return lets_by
 
     # --- words ------------------------------------------------------------------------------------------------------
 

@@ -206,10 +206,14 @@ class Round:
         return placed
 
     def let_by(self, app: AppView) -> bool:
-        """Let others by an app that does not fit, if it can use certain GPUs only: those are set aside for it."""
-        if app.only is not None:
+        """Let others by an app that does not fit, if it asks for a kind of GPUs: those are set aside for it.
+
+        So are those of an app that can use certain GPUs only, and waits for some that are set aside already.
+        """
+        lets_by = app.by_kind or self._deal.waits_for_set_aside(app)
+        if lets_by:
             self._deal.set_aside(app)
-        return app.only is not None
+        return lets_by
 
     def _may_enter(self, app: AppView) -> bool:
         """Whether an app may have nodes that are reserved: interactive apps, and who fits on no other."""
