@@ -70,12 +70,15 @@ class Sharing:
         return not self.active or bool(keeps) or task.id in self._on
 
     def returns(self, task: Task, tasks: Tasks) -> bool:
-        """Whether a parked task is to save and leave, for which it needs its GPUs once more."""
-        if not (self.active and isinstance(task.state, Suspended) and task.want == "vacate") or task.given_up:
+        """Whether a parked task is to save and leave, for which it needs its GPUs once more.
+
+        One that has kept memory when it was parked does so if it can, whatever else it could be asked for.
+        """
+        state = task.state
+        if not (self.active and isinstance(state, Suspended) and task.want == "vacate") or task.given_up:
             return False
-        return not task.state.by_driver and self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())[
-            :1
-        ] == ["leave"]
+        methods = self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())
+        return not state.by_driver and "leave" in (methods if state.kept else methods[:1])
 
     def returning(self, tasks: Tasks) -> list[TaskId]:
         """Return the parked tasks that will use their GPUs once more, to save and leave."""

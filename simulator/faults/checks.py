@@ -493,7 +493,9 @@ class Checks:
         """
         self._lost += lost
         self._overtakes_left += len(self._fences) + 1 if lost else 0
-        for order in (order for orders in self._ordered.values() for order in orders.values() if lost):
+        # One that still listened has lost its end before, also if all that it lost now is what it learnt as it ended.
+        unaware = lost > 0 or (left.behind and left.listens_until is not None)
+        for order in (order for orders in self._ordered.values() for order in orders.values() if unaware):
             if not all(_is_held_for(left.gpus.get(gpu), order.app) for gpu in order.gpus):
                 self.forgotten.add(order.task)
         self._drained.clear()

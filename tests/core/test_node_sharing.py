@@ -280,6 +280,24 @@ def test_a_job_that_keeps_memory_leaves_with_a_checkpoint_when_its_lease_ends() 
     assert node.is_running(b)
 
 
+def test_a_gang_that_keeps_memory_has_the_next_turn_to_save_and_leave_though_the_driver_could_suspend_it() -> None:
+    """Fault world 1822002861: it waited for its other GPU, without a turn, and the first lay idle for two minutes."""
+    node = SharedNode(gpus=2, driver=True)
+    gang = node.add("g", 0, 1, keeps_bytes=2 * GIB, checkpoint=True)
+    node.orders[gang] = replace(node.orders[gang], preempt_by="suspend")
+    node.pass_time(15.0)
+    a, b = node.add("a", 0, seat_number=1), node.add("b", 1, seat_number=1)
+    node.pass_time(1.0)
+    node.want(gang, "vacate")
+    node.add("h", 0, 1)  # of the same app, with its seats
+    node.pass_time(2.0)
+    assert (phase(node, gang), node.is_running(a), node.is_running(b)) == ("suspended", False, True)
+    node.pass_time(60.0)
+    left = node.status(gang)
+    assert (left.phase, left.outcome, left.exit_code) == ("exited", "preempted", 75)
+    assert node.is_running(a)
+
+
 def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_it() -> None:
     node = SharedNode(idle_bytes_max=GIB)
     a, b = node.add("a", 0, keeps_bytes=GIB), node.add("b", 0, seat_number=1)
