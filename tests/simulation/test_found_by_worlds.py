@@ -158,6 +158,22 @@ def test_an_app_that_speaks_again_makes_a_round_worth_while() -> None:
     assert site.held("bob-1") == [gpu_id("n1", 0)]
 
 
+def test_an_app_that_falls_silent_keeps_no_app_behind_it_waiting() -> None:
+    """World 1822014916: it came first and did not fit. As it was left out of rounds none was held: for ever."""
+    site = site_of(2)
+    site.app("cem-1")
+    site.wait(2)
+    (taken,) = site.held("cem-1")
+    site.app("ana-1", gang=2, demand=2)
+    site.wait(2)
+    for _ in range(12):
+        site.app("cem-1", jobs=[wish("cem-1", 0, [taken])])
+        site.node("n1", tasks=[task("cem-1", 0, [taken])], used=[taken])
+        site.app("bob-1")
+        site.wait(5)
+    assert len(site.held("bob-1")) == 1
+
+
 def test_an_app_whose_gpu_is_lost_gets_another_at_once() -> None:
     """Its lease drained on a GPU that can be proven empty never, so no news ever came, and no round."""
     site = site_of(2)

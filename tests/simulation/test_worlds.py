@@ -307,6 +307,11 @@ def test_a_task_is_left_out_only_if_the_journal_lost_events_after_their_commit_a
     _free(running)
     checks.forget(state, [], 0)
     assert not checks.forgotten, "nothing was lost"
+    state.behind, state.listens_until = True, running.now + 1.0
+    checks.forget(state, [], 0)
+    assert checks.forgotten == {worker.task}, "world 1822003675: it listens, and has adopted nothing yet"
+    state.behind, state.listens_until = False, None
+    checks.forgotten.clear()
     checks.forget(state, [], 3)
     assert checks.forgotten == {worker.task}
     checks(running)
