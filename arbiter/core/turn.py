@@ -246,6 +246,11 @@ class Turn:
             self.index.versions[app.id] += 1
         self.state.history.follow(app.id, app.tenant, weight=weight, demand=demand, now=self.now)
 
+    def demand_booked(self, app: AppId) -> int:
+        """Return how many GPUs an app can use as booked."""
+        account = self.state.history.apps.get(app)
+        return 0 if account is None else account.demand
+
     def put_app(self, app: model.App, state: model.AppState) -> model.App:
         """Move an app into `state` and return it."""
         verb = lifecycle.app_transition(app, state, self.state.stories.get(app.id, ()))

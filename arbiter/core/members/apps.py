@@ -161,16 +161,15 @@ def leave_out_silent(turn: Turn) -> None:
     Nothing more is due to them either, or others would have less than is fair until these apps are cancelled. An app
     that can use fewer GPUs than before makes a round worth while: others may have waited behind it.
     """
-    accounts = turn.state.history.apps
     for app_id in sorted(turn.index.active):
         app = turn.state.apps[app_id]
         if not turn.hears(app):
-            wanted, runs_on = accounts[app_id].demand, turn.runs_on(app_id)
+            wanted, runs_on = turn.demand_booked(app_id), turn.runs_on(app_id)
             for gpu in leases.held(turn, app_id):
                 if device_of(gpu.id) not in runs_on:
                     leases.revoke(turn, gpu, "its app is silent and runs nothing on it", preempted="other")
             turn.follow(app)
-            turn.state.news |= accounts[app_id].demand < wanted
+            turn.state.news |= turn.demand_booked(app_id) < wanted
             if not runs_on:
                 sales.give_up_booking(turn, app_id)
 
