@@ -174,15 +174,6 @@ def test_an_app_that_falls_silent_keeps_no_app_behind_it_waiting() -> None:
     assert len(site.held("bob-1")) == 1
 
 
-def test_an_app_that_has_never_wanted_a_gpu_may_fall_silent() -> None:
-    site = site_of(1)
-    site.app("ana-1", demand=0)
-    for _ in range(12):
-        site.node("n1")
-        site.wait(5)
-    assert "ana-1" in site.arbiter.state.apps
-
-
 def test_an_app_whose_gpu_is_lost_gets_another_at_once() -> None:
     """Its lease drained on a GPU that can be proven empty never, so no news ever came, and no round."""
     site = site_of(2)
