@@ -27,7 +27,6 @@ from node_agent.core.model import (
 )
 from node_agent.core.sharing import Instruction
 from node_agent.core.state import NodeState
-from node_agent.core.suspend_methods import VACATE_METHODS
 from node_agent.core.verdict import lost_work
 from protocol.worker import Order
 
@@ -124,9 +123,7 @@ def _vacate_parked(node: NodeState, task: Task) -> None:
     """Have a parked worker save and leave if it shares its GPUs or has kept their memory; else it stays parked."""
     state = _proven(node, task)
     task = node.tasks[task.id]
-    methods = ladder.methods_of(node, task, VACATE_METHODS[task.preempt_by])
-    leaves = not (state.by_driver or task.given_up) and "leave" in methods
-    if node.sharing.returns(task, node.tasks) or (state.kept and leaves):
+    if node.sharing.returns(task, node.tasks):
         if not node.sharing.obstacle(task, node.tasks):
             ladder.leave(node, task, "uses its GPUs once more, to save and leave")
     elif state.kept and (task.given_up or node.sharing.obstacle(task, node.tasks)):

@@ -24,6 +24,8 @@ Tasks = Mapping[TaskId, Task]
 
 #: Mini-batches of an attempt from which on its rate is measured: the first hold its start, compilation included.
 WARM_UP_STEPS = 3
+#: For how long a parked task that is to save and leave waits while something that may not end keeps it from its GPUs.
+LEAVE_PATIENCE_S = 30.0
 
 
 class Instruction(Struct, frozen=True):
@@ -47,6 +49,8 @@ class Sharing:
         self.packs = Packs(steps=facts.pack_steps, gain_min=facts.pack_gain_min, context_bytes=facts.parked_bytes_max)
         self._on: frozenset[TaskId] = frozenset()
         self._measurable: frozenset[TaskId] = frozenset()  #: those whose rate can be measured now
+        self._kept_away_since: dict[TaskId, float] = {}  #: parked tasks that are to leave, and cannot reach their GPUs
+        self._kept_away: frozenset[TaskId] = frozenset()  #: those of them for which that has lasted too long
 
     def configure(self, plan: NodePlan) -> None:
         """Share as the newest plan says."""
@@ -59,8 +63,11 @@ class Sharing:
 
     def deadlines(self) -> tuple[float | None, ...]:
         """Return when turns end and figures are due."""
+        if not self.active:
+            return ()
         figures = self.packs.deadline(self._measurable) if self._packing else None
-        return (self._slices.deadline, figures) if self.active else ()
+        since = [since for task, since in self._kept_away_since.items() if task not in self._kept_away]
+        return self._slices.deadline, figures, min(since) + LEAVE_PATIENCE_S if since else None
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
@@ -72,13 +79,40 @@ class Sharing:
     def returns(self, task: Task, tasks: Tasks) -> bool:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more.
 
-        One that has kept memory when it was parked does so if it can, whatever else it could be asked for.
+        One that has kept memory when it was parked does so if it can, whatever else it could be asked for. No task does
+        for as long as it has been kept away from its GPUs for longer than `LEAVE_PATIENCE_S`.
         """
+        return task.id not in self._kept_away and self._is_to_return(task, tasks)
+
+    def _is_to_return(self, task: Task, tasks: Tasks) -> bool:
         state = task.state
-        if not (self.active and isinstance(state, Suspended) and task.want == "vacate") or task.given_up:
+        if not isinstance(state, Suspended) or task.want != "vacate" or task.given_up:
+            return False
+        if not (self.active or state.kept):
             return False
         methods = self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())
         return not state.by_driver and "leave" in (methods if state.kept else methods[:1])
+
+    def _note_kept_away(self, tasks: Tasks, now: float) -> None:
+        """Note since when which parked tasks cannot save and leave for a reason that may last."""
+        self._kept_away_since = {
+            task.id: self._kept_away_since.get(task.id, now)
+            for task in tasks.values()
+            if self._is_to_return(task, tasks) and self._is_kept_away(task, tasks)
+        }
+        late = (task for task, since in self._kept_away_since.items() if now >= since + LEAVE_PATIENCE_S)
+        self._kept_away = frozenset(late)
+
+    def _is_kept_away(self, task: Task, tasks: Tasks) -> bool:
+        """Whether a task that cannot rest is on the GPUs of `task`, or they cannot be used; turns change neither."""
+        if not all(self._gpus.can_be_used(device, tasks) for device in task.devices):
+            return True
+        return any(
+            isinstance(each.state, Running)
+            and each.devices & task.devices
+            and not self._methods.can_rest(each, tasks.values())
+            for each in tasks.values()
+        )
 
     def returning(self, tasks: Tasks) -> list[TaskId]:
         """Return the parked tasks that will use their GPUs once more, to save and leave."""
@@ -137,7 +171,9 @@ class Sharing:
     def take_turns(self, tasks: Tasks, now: float) -> list[Instruction]:
         """Decide which tasks have their turn and which run together; return the instructions that follow."""
         if not self.active:
+            self._kept_away_since, self._kept_away = {}, frozenset()
             return []
+        self._note_kept_away(tasks, now)
         wanting = {task.id: task for task in tasks.values() if _wants(task) or self.returns(task, tasks)}
         self.packs.forget([task.id for task in wanting.values() if task.want == "run"])
         instructions = [*self._judge_pairings(now), *self._part_uneven(wanting)] if self._packing else []

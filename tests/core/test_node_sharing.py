@@ -12,8 +12,21 @@ from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled,
 from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
+from node_agent.core.sharing import LEAVE_PATIENCE_S
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
-from protocol.messages import AppId, GpuId, GpuStatus, JobId, Rendezvous, Sharing, TaskId, TaskOrder, Want, seat
+from protocol.messages import (
+    AppId,
+    GpuId,
+    GpuStatus,
+    JobId,
+    PreemptBy,
+    Rendezvous,
+    Sharing,
+    TaskId,
+    TaskOrder,
+    Want,
+    seat,
+)
 from tests.support.node_harness import NODE, Bench, gpu, sample, task_order
 from tests.support.shared_node import GIB, Nature, SharedNode
 
@@ -296,6 +309,67 @@ def test_a_gang_that_keeps_memory_has_the_next_turn_to_save_and_leave_though_the
     left = node.status(gang)
     assert (left.phase, left.outcome, left.exit_code) == ("exited", "preempted", 75)
     assert node.is_running(a)
+
+
+class Returning:
+    """A parked gang on two GPUs that is to save and leave, and a job on each of the GPUs."""
+
+    def __init__(self, preempt_by: PreemptBy, keeps_bytes: int = 0, **other: object) -> None:
+        self.node = node = SharedNode(gpus=2, driver=True)
+        self.gang = node.add("g", 0, 1, keeps_bytes=keeps_bytes, checkpoint=True)
+        node.orders[self.gang] = replace(node.orders[self.gang], preempt_by=preempt_by)
+        node.pass_time(15.0)
+        self.a, self.b = node.add("a", 0, seat_number=1), node.add("b", 1, seat_number=1, **other)
+
+    def seats_are_empty(self) -> bool:
+        report = self.node.report()
+        assert report is not None
+        return all(each.empty for each in report.gpus if each.gpu in (seat(gpu(0), 0), seat(gpu(1), 0)))
+
+
+@pytest.mark.parametrize(("preempt_by", "keeps_bytes"), [("suspend", 2 * GIB), ("auto", 0)])
+def test_a_gang_that_cannot_save_for_a_process_under_no_lease_does_not_keep_all_others_from_their_turns(
+    preempt_by: PreemptBy, keeps_bytes: int
+) -> None:
+    """It came first at every turn, and the job on its other GPU trained for 30 s in 1,500 s."""
+    shared = Returning(preempt_by, keeps_bytes)
+    node = shared.node
+    node.pass_time(1.0 if keeps_bytes else 20.0)
+    node.want(shared.gang, "vacate")
+    if keeps_bytes:
+        node.add("h", 0, 1)  # of the same app, with its seats
+    node.pass_time(20.0)
+    assert (phase(node, shared.gang), node.is_running(shared.b)) == ("suspended", True)
+    node.stranger_bytes = GIB
+    node.look()
+    node.pass_time(2 * 60.0 + LEAVE_PATIENCE_S)
+    before = node.steps(shared.b)
+    node.pass_time(600.0)
+    assert node.steps(shared.b) - before > 0.4 * 600 / 0.5
+
+
+@pytest.mark.parametrize(("preempt_by", "keeps_bytes"), [("suspend", 2 * GIB), ("auto", 0)])
+def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_cannot_be_suspended(
+    preempt_by: PreemptBy, keeps_bytes: int
+) -> None:
+    """It waited for the end of that job, and its lease did not end before."""
+    shared = Returning(preempt_by, keeps_bytes, refuses="a CUDA graph is alive", driver="it has no room")
+    node = shared.node
+    node.pass_time(1.0 if keeps_bytes else 20.0)
+    node.want(shared.gang, "vacate")
+    if keeps_bytes:
+        node.add("h", 0, 1)  # of the same app, with its seats
+    while "driver suspend" not in [do for _, task, do in node.said if task == shared.b]:
+        assert node.now < 1200.0
+        node.pass_time(1.0)
+    node.pass_time(1.0)
+    assert "it has no room" in node.status(shared.b).measured.remark
+    assert (phase(node, shared.gang), shared.seats_are_empty()) == ("suspended", False), "it may be let in soon"
+    node.pass_time(LEAVE_PATIENCE_S + 5.0)
+    assert phase(node, shared.gang) == ("exited" if keeps_bytes else "suspended")
+    assert shared.seats_are_empty() or keeps_bytes
+    assert node.is_running(shared.a)
+    assert "leave" not in [do for _, task, do in node.said if task == shared.gang]
 
 
 def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_it() -> None:
