@@ -166,11 +166,9 @@ class Gpus:
         return obstacle or self._too_small_for(task, sample, here, beside)
 
     def can_be_used(self, device: GpuId, tasks: Mapping[TaskId, Task]) -> bool:
-        """Whether no fault and no foreign process keeps all tasks from a device, whichever has its turn."""
+        """Whether a device is healthy, and used by no foreign process; the newest measurement counts."""
         sample = self._samples.get(device)
-        if sample is None or self._unusable(device, sample):
-            return False
-        return not self._used_by(sample, self._tasks_on(device, tasks))
+        return sample is not None and sample.healthy and not self._used_by(sample, self._tasks_on(device, tasks))
 
     def _too_small_for(self, task: Task, sample: GpuSample, here: Sequence[Task], beside: TaskId | None) -> str:
         """Say why a GPU has no room for a task, or return an empty string.

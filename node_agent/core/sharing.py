@@ -24,8 +24,6 @@ Tasks = Mapping[TaskId, Task]
 
 #: Mini-batches of an attempt from which on its rate is measured: the first hold its start, compilation included.
 WARM_UP_STEPS = 3
-#: For how long a parked task that is to save and leave waits while something that may not end keeps it from its GPUs.
-LEAVE_PATIENCE_S = 30.0
 
 
 class Instruction(Struct, frozen=True):
@@ -49,8 +47,8 @@ class Sharing:
         self.packs = Packs(steps=facts.pack_steps, gain_min=facts.pack_gain_min, context_bytes=facts.parked_bytes_max)
         self._on: frozenset[TaskId] = frozenset()
         self._measurable: frozenset[TaskId] = frozenset()  #: those whose rate can be measured now
-        self._kept_away_since: dict[TaskId, float] = {}  #: parked tasks that are to leave, and cannot reach their GPUs
-        self._kept_away: frozenset[TaskId] = frozenset()  #: those of them for which that has lasted too long
+        self._kept_out_until: dict[TaskId, float] = {}  #: parked tasks that cannot leave, and until when they try
+        self._kept_out: frozenset[TaskId] = frozenset()  #: parked tasks that have given up to save and leave
 
     def configure(self, plan: NodePlan) -> None:
         """Share as the newest plan says."""
@@ -63,11 +61,8 @@ class Sharing:
 
     def deadlines(self) -> tuple[float | None, ...]:
         """Return when turns end and figures are due."""
-        if not self.active:
-            return ()
         figures = self.packs.deadline(self._measurable) if self._packing else None
-        since = [since for task, since in self._kept_away_since.items() if task not in self._kept_away]
-        return self._slices.deadline, figures, min(since) + LEAVE_PATIENCE_S if since else None
+        return (self._slices.deadline, figures) if self.active else ()
 
     # --- answers ---------------------------------------------------------------------------------------------------
 
@@ -79,10 +74,10 @@ class Sharing:
     def returns(self, task: Task, tasks: Tasks) -> bool:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more.
 
-        One that has kept memory when it was parked does so if it can, whatever else it could be asked for. No task does
-        for as long as it has been kept away from its GPUs for longer than `LEAVE_PATIENCE_S`.
+        One that has kept memory when it was parked does so if it can, whatever else it could be asked for. One that
+        is kept out of its GPUs for its grace period, by what turns do not change, gives that up.
         """
-        return task.id not in self._kept_away and self._is_to_return(task, tasks)
+        return task.id not in self._kept_out and self._is_to_return(task, tasks)
 
     def _is_to_return(self, task: Task, tasks: Tasks) -> bool:
         state = task.state
@@ -93,22 +88,23 @@ class Sharing:
         methods = self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())
         return not state.by_driver and "leave" in (methods if state.kept else methods[:1])
 
-    def _note_kept_away(self, tasks: Tasks, now: float) -> None:
-        """Note since when which parked tasks cannot save and leave for a reason that may last."""
-        self._kept_away_since = {
-            task.id: self._kept_away_since.get(task.id, now)
-            for task in tasks.values()
-            if self._is_to_return(task, tasks) and self._is_kept_away(task, tasks)
+    def _note_kept_out(self, tasks: Tasks, now: float) -> None:
+        """Note which parked tasks cannot save and leave, and which of them give that up."""
+        leaving = [task for task in tasks.values() if self._is_to_return(task, tasks)]
+        until = {
+            task.id: self._kept_out_until.get(task.id, now + task.grace_s)
+            for task in leaving
+            if task.id not in self._kept_out and self._is_kept_out(task, tasks)
         }
-        late = (task for task, since in self._kept_away_since.items() if now >= since + LEAVE_PATIENCE_S)
-        self._kept_away = frozenset(late)
+        late = {task for task, end in until.items() if now >= end}
+        self._kept_out = (self._kept_out & {task.id for task in leaving}) | late
+        self._kept_out_until = {task: end for task, end in until.items() if task not in late}
 
-    def _is_kept_away(self, task: Task, tasks: Tasks) -> bool:
-        """Whether a task that cannot rest is on the GPUs of `task`, or they cannot be used; turns change neither."""
-        if not all(self._gpus.can_be_used(device, tasks) for device in task.devices):
-            return True
-        return any(
-            isinstance(each.state, Running)
+    def _is_kept_out(self, task: Task, tasks: Tasks) -> bool:
+        """Whether a neighbour cannot be suspended now, or a GPU of `task` has a fault or a foreign process."""
+        return not all(self._gpus.can_be_used(device, tasks) for device in task.devices) or any(
+            isinstance(each.state, Running | Stopping | Exited)
+            and each.occupies
             and each.devices & task.devices
             and not self._methods.can_rest(each, tasks.values())
             for each in tasks.values()
@@ -171,9 +167,9 @@ class Sharing:
     def take_turns(self, tasks: Tasks, now: float) -> list[Instruction]:
         """Decide which tasks have their turn and which run together; return the instructions that follow."""
         if not self.active:
-            self._kept_away_since, self._kept_away = {}, frozenset()
+            self._kept_out_until, self._kept_out = {}, frozenset()
             return []
-        self._note_kept_away(tasks, now)
+        self._note_kept_out(tasks, now)
         wanting = {task.id: task for task in tasks.values() if _wants(task) or self.returns(task, tasks)}
         self.packs.forget([task.id for task in wanting.values() if task.want == "run"])
         instructions = [*self._judge_pairings(now), *self._part_uneven(wanting)] if self._packing else []

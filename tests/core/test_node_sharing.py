@@ -12,7 +12,6 @@ from node_agent.core.events import AdoptedWorker, GpuSample, NodeFacts, Sampled,
 from node_agent.core.ladder import ASK_AGAIN_S
 from node_agent.core.model import Facts, Ladder, Running, Stopping, Suspended, Task
 from node_agent.core.proof import Gpus
-from node_agent.core.sharing import LEAVE_PATIENCE_S
 from node_agent.core.suspend_methods import REST_METHODS, VACATE_METHODS, SuspendMethods
 from protocol.messages import (
     AppId,
@@ -311,6 +310,9 @@ def test_a_gang_that_keeps_memory_has_the_next_turn_to_save_and_leave_though_the
     assert node.is_running(a)
 
 
+GRACE_S = 60.0  #: of each order of these tests
+
+
 class Returning:
     """A parked gang on two GPUs that is to save and leave, and a job on each of the GPUs."""
 
@@ -341,11 +343,38 @@ def test_a_gang_that_cannot_save_for_a_process_under_no_lease_does_not_keep_all_
     node.pass_time(20.0)
     assert (phase(node, shared.gang), node.is_running(shared.b)) == ("suspended", True)
     node.stranger_bytes = GIB
+    if not keeps_bytes:
+        node.add("h", 0, 1)
     node.look()
-    node.pass_time(2 * 60.0 + LEAVE_PATIENCE_S)
+    node.pass_time(2 * 60.0 + GRACE_S)
+    assert phase(node, shared.gang) == ("exited" if keeps_bytes else "suspended")
     before = node.steps(shared.b)
     node.pass_time(600.0)
     assert node.steps(shared.b) - before > 0.4 * 600 / 0.5
+    node.stranger_bytes = 0
+    node.look()
+    node.pass_time(300.0)
+    assert "leave" not in [do for _, task, do in node.said if task == shared.gang], "its seats were told to be empty"
+
+
+@pytest.mark.parametrize(("preempt_by", "keeps_bytes"), [("suspend", 2 * GIB), ("auto", 0)])
+def test_a_gang_saves_and_leaves_after_a_process_under_no_lease_that_is_there_for_less_than_its_grace(
+    preempt_by: PreemptBy, keeps_bytes: int
+) -> None:
+    shared = Returning(preempt_by, keeps_bytes)
+    node = shared.node
+    node.pass_time(1.0 if keeps_bytes else 20.0)
+    node.want(shared.gang, "vacate")
+    if keeps_bytes:
+        node.add("h", 0, 1)
+    node.pass_time(20.0)
+    node.stranger_bytes = GIB
+    node.look()
+    node.pass_time(GRACE_S - 5.0)
+    node.stranger_bytes = 0
+    node.look()
+    node.pass_time(60.0)
+    assert (phase(node, shared.gang), node.status(shared.gang).exit_code) == ("exited", 75)
 
 
 @pytest.mark.parametrize(("preempt_by", "keeps_bytes"), [("suspend", 2 * GIB), ("auto", 0)])
@@ -365,11 +394,29 @@ def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_cannot_be_su
     node.pass_time(1.0)
     assert "it has no room" in node.status(shared.b).measured.remark
     assert (phase(node, shared.gang), shared.seats_are_empty()) == ("suspended", False), "it may be let in soon"
-    node.pass_time(LEAVE_PATIENCE_S + 5.0)
+    node.pass_time(GRACE_S - 3.0)
+    assert (phase(node, shared.gang), shared.seats_are_empty()) == ("suspended", False)
+    node.pass_time(3.0)
     assert phase(node, shared.gang) == ("exited" if keeps_bytes else "suspended")
-    assert shared.seats_are_empty() or keeps_bytes
+    if not keeps_bytes:
+        assert shared.seats_are_empty()
     assert node.is_running(shared.a)
     assert "leave" not in [do for _, task, do in node.said if task == shared.gang]
+
+
+def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_no_signal_ends() -> None:
+    shared = Returning("auto", dies=False)
+    node = shared.node
+    node.pass_time(20.0)
+    node.want(shared.b, "stop")
+    node.want(shared.gang, "vacate")
+    node.pass_time(GRACE_S - 1.0)
+    assert not shared.seats_are_empty()
+    node.pass_time(30.0)
+    assert (phase(node, shared.b), phase(node, shared.gang)) == ("stopping", "suspended")
+    assert shared.seats_are_empty()
+    node.pass_time(300.0)
+    assert node.is_running(shared.a)
 
 
 def test_a_parked_worker_may_keep_a_little_too_much_memory_while_no_task_needs_it() -> None:
