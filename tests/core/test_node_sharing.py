@@ -314,7 +314,10 @@ GRACE_S = 60.0  #: of each order of these tests
 
 
 class Returning:
-    """A parked gang on two GPUs that is to save and leave, and a job on each of the GPUs."""
+    """A parked gang on two GPUs that is to save and leave, and a job on each of the GPUs.
+
+    One that keeps memory is told to leave before its turn is over, and another job of its app gets its seats.
+    """
 
     def __init__(self, preempt_by: PreemptBy, keeps_bytes: int = 0, **other: object) -> None:
         self.node = node = SharedNode(gpus=2, driver=True)
@@ -322,6 +325,10 @@ class Returning:
         node.orders[self.gang] = replace(node.orders[self.gang], preempt_by=preempt_by)
         node.pass_time(15.0)
         self.a, self.b = node.add("a", 0, seat_number=1), node.add("b", 1, seat_number=1, **other)
+        node.pass_time(1.0 if keeps_bytes else 20.0)
+        node.want(self.gang, "vacate")
+        if keeps_bytes:
+            node.add("h", 0, 1)  # of the same app, with its seats
 
     def seats_are_empty(self) -> bool:
         report = self.node.report()
@@ -336,10 +343,6 @@ def test_a_gang_that_cannot_save_for_a_process_under_no_lease_does_not_keep_all_
     """It came first at every turn, and the job on its other GPU trained for 30 s in 1,500 s."""
     shared = Returning(preempt_by, keeps_bytes)
     node = shared.node
-    node.pass_time(1.0 if keeps_bytes else 20.0)
-    node.want(shared.gang, "vacate")
-    if keeps_bytes:
-        node.add("h", 0, 1)  # of the same app, with its seats
     node.pass_time(20.0)
     assert (phase(node, shared.gang), node.is_running(shared.b)) == ("suspended", True)
     node.stranger_bytes = GIB
@@ -363,10 +366,6 @@ def test_a_gang_saves_and_leaves_after_a_process_under_no_lease_that_is_there_fo
 ) -> None:
     shared = Returning(preempt_by, keeps_bytes)
     node = shared.node
-    node.pass_time(1.0 if keeps_bytes else 20.0)
-    node.want(shared.gang, "vacate")
-    if keeps_bytes:
-        node.add("h", 0, 1)
     node.pass_time(20.0)
     node.stranger_bytes = GIB
     node.look()
@@ -384,10 +383,6 @@ def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_cannot_be_su
     """It waited for the end of that job, and its lease did not end before."""
     shared = Returning(preempt_by, keeps_bytes, refuses="a CUDA graph is alive", driver="it has no room")
     node = shared.node
-    node.pass_time(1.0 if keeps_bytes else 20.0)
-    node.want(shared.gang, "vacate")
-    if keeps_bytes:
-        node.add("h", 0, 1)  # of the same app, with its seats
     while "driver suspend" not in [do for _, task, do in node.said if task == shared.b]:
         assert node.now < 1200.0
         node.pass_time(1.0)
@@ -407,9 +402,7 @@ def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_cannot_be_su
 def test_a_gang_that_is_to_save_gives_its_gpus_up_behind_a_job_that_no_signal_ends() -> None:
     shared = Returning("auto", dies=False)
     node = shared.node
-    node.pass_time(20.0)
     node.want(shared.b, "stop")
-    node.want(shared.gang, "vacate")
     node.pass_time(GRACE_S - 1.0)
     assert not shared.seats_are_empty()
     node.pass_time(30.0)
