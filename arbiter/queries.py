@@ -22,6 +22,7 @@ from arbiter import discretion, owners, receipts, reports
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.dry_run import TRIED_APPS_MAX, DryRun, Forecast, Won
 from arbiter.core.effects import Decide, EventRecord, LeaseRecord, RoundRecord
+from arbiter.core.leases import preemption_budget
 from arbiter.core.placement.assignment import shares
 from arbiter.core.registry import policy_of
 from arbiter.core.rounds import claim_audit, losses, phases, views
@@ -367,7 +368,7 @@ class Queries:
 
         In seconds. The newest report on the task tells it, and the time since that report counts, too.
         """
-        if not task.at_risk or not task.measured.ran_s:
+        if not preemption_budget.is_at_risk(self._arbiter.state, task) or not task.measured.ran_s:
             return 0.0
         node = self._arbiter.state.nodes[task.node].state
         return task.measured.unsaved_s + (max(0.0, now - node.seen_at) if isinstance(node, model.Up) else 0.0)

@@ -5,14 +5,25 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import asdict
 
-from arbiter.core.arbiter import Configured
+from arbiter.core.arbiter import Arbiter, Configured
 from arbiter.core.leases import leases
 from arbiter.core.members import apps
 from arbiter.core.registry import tables
 from arbiter.core.rounds.views import make_view
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Active, ArbiterSettings, Draining, Free, Leased, Lost, Probing, Refused, Up
+from arbiter.core.state.model import (
+    Active,
+    ArbiterSettings,
+    Draining,
+    Free,
+    Leased,
+    Lost,
+    Probing,
+    Refused,
+    Toll,
+    Up,
+)
 from arbiter.core.turn import Turn
 from protocol.core import Received, Tick
 from protocol.messages import (
@@ -21,6 +32,7 @@ from protocol.messages import (
     BidRow,
     GpuId,
     Holdings,
+    JobId,
     JobWish,
     NodePlan,
     Offer,
@@ -526,6 +538,9 @@ def test_what_is_over_is_forgotten_at_last() -> None:
 def test_nothing_is_kept_of_an_app_that_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(apps, "OVER_MAX", 1)
     site, _gpu = one_app_running()
+    app = site.arbiter.state.apps[AppId("ana-1")]
+    site.arbiter.state.apps[app.id] = replace(app, tolls={JobId("ana-1.0"): Toll(9.0, 9.0, preempted_s=9.0)})
+    site.arbiter = Arbiter.restored(site.arbiter.snapshot())
     site.app("ana-1", state="finished", demand=0)
     site.node("n1")
     site.wait(6)

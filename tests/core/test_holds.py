@@ -13,12 +13,25 @@ from arbiter.core.effects import ActRecord
 from arbiter.core.leases import leases
 from arbiter.core.members import holds
 from arbiter.core.state.index import Index
-from arbiter.core.state.model import Draining
+from arbiter.core.state.model import Draining, Toll
 from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
 from protocol.core import Send
-from protocol.messages import Act, ActKind, Answer, AppId, GpuId, Holdings, Measured, OwnerId, Party, Preempt, Query
+from protocol.messages import (
+    Act,
+    ActKind,
+    Answer,
+    AppId,
+    GpuId,
+    Holdings,
+    JobId,
+    Measured,
+    OwnerId,
+    Party,
+    Preempt,
+    Query,
+)
 from tests.core.test_decisions import contended
 from tests.support.arbiter_site import SETTINGS, Effect, Site, gpu_id, task, wish
 
@@ -232,3 +245,7 @@ def test_the_work_that_an_act_would_throw_away_is_told_of_each_task() -> None:
     assert at_risk_s(measured=measured, cooperative=True) == 0.0
     assert at_risk_s(measured=measured, cooperative=True, helpless=True) == 43.0
     assert at_risk_s(measured=Measured()) == 0.0, "it has had no GPU yet"
+    app = site.arbiter.state.apps[AppId("ana-1")]
+    site.arbiter.state.apps[app.id] = replace(app, tolls={JobId("ana-1.0"): Toll(50.0, 50.0, 50.0)})
+    site.arbiter = Arbiter.restored(site.arbiter.snapshot())
+    assert at_risk_s(measured=measured, cooperative=True) == 43.0, "its driver did not spare what it lost before"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -235,11 +235,13 @@ def test_no_other_gets_a_seat_beside_a_job_that_keeps_its_gpu(sharing: str) -> N
 def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -> None:
     site, gpu = a_running_app()
 
-    def kept(toll: Toll, ran_s: float, unsaved_s: float) -> bool:
-        tell(site, gpu, ran_s, unsaved_s)
+    def kept(toll: Toll, ran_s: float, unsaved_s: float, **manner: object) -> bool:
+        tell(site, gpu, ran_s, unsaved_s, **manner)
         app = site.arbiter.state.apps[AppId("ana-1")]
         site.arbiter.state.apps[app.id] = replace(app, tolls={JOB: toll})
-        return bool(preemption_budget.kept(Turn(site.arbiter.state, site.now, Index(site.arbiter.state))))
+        found = preemption_budget.kept(Turn(site.arbiter.state, site.now, Index(site.arbiter.state)))
+        site.arbiter.state.apps[app.id] = app
+        return bool(found)
 
     assert kept(Toll(), 100.0, 100.0)
     assert kept(Toll(), 100.0, 21.0)
@@ -249,6 +251,12 @@ def test_what_it_may_lose_is_a_part_of_what_it_has_run_over_all_its_attempts() -
     assert not kept(Toll(), 1.0, 1.0), "a moment is not worth a GPU"
     assert kept(Toll(1.5, 1.5), 1.0, 1.0), "moments add up: leases of three seconds must not take it for ever"
     assert not kept(Toll(), 0.0, 0.0), "a node agent that measures nothing shows no cost"
+    assert kept(Toll(90.0, 90.0, 90.0), 10.0, 10.0, cooperative=True), "its driver should have spared that"
+    assert not kept(Toll(90.0, 90.0, 0.0), 10.0, 10.0, cooperative=True), "no preemption took that"
+    assert not kept(Toll(90.0, 90.0, 90.0), 10.0, 10.0, cooperative=True, can_checkpoint=True)
+    assert not kept(Toll(90.0, 90.0, 90.0), 10.0, 10.0, phase="suspended", cooperative=True)
+    assert not kept(Toll(90.0, 90.0, 90.0), 361.0, 361.0, cooperative=True), "a fifth of its time may be lost"
+    assert not kept(Toll(1.5, 1.5, 1.5), 3.0, 3.0, cooperative=True)
 
 
 def test_the_toll_of_an_attempt_that_ended_is_what_it_ran_and_lost() -> None:
@@ -258,6 +266,53 @@ def test_the_toll_of_an_attempt_that_ended_is_what_it_ran_and_lost() -> None:
     assert site.arbiter.state.apps[AppId("ana-1")].tolls == {JOB: Toll(31.0, 25.0)}
     assert site.arbiter.state.tasks[TaskId(f"{JOB}-a0")].counted == Toll(31.0, 25.0)
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def after_the_end(site: Site, gpu: str, outcome: str, quarantined: Sequence[str] = (), attempt: int = 0) -> Toll:
+    """End the attempt, and return what its job has lost."""
+    ran = Measured(ran_s=90.0, unsaved_s=90.0)
+    status = task("ana-1", 0, [gpu], "exited", attempt=attempt, measured=ran, outcome=outcome, cooperative=True)
+    site.node("n1", tasks=[status], quarantined=quarantined)
+    toll = site.arbiter.state.apps[AppId("ana-1")].tolls[JOB]
+    assert site.replayed() == site.arbiter.snapshot()
+    return toll
+
+
+def test_what_a_preemption_took_is_told_from_what_else_a_job_lost() -> None:
+    site, gpu = a_running_app("gandiva-fair")
+    assert contested(site, gpu, 300.0, cooperative=True)
+    assert after_the_end(site, gpu, "preempted") == Toll(90.0, 90.0, 90.0)
+    site, gpu = a_running_app("gandiva-fair")
+    assert contested(site, gpu, 300.0, cooperative=True)
+    assert after_the_end(site, gpu, "failed") == Toll(90.0, 90.0, 0.0)
+    site, gpu = a_running_app()
+    assert after_the_end(site, gpu, "preempted") == Toll(90.0, 90.0, 0.0), "its own agent took it off its GPU"
+    site, gpu = a_running_app()
+    tell(site, gpu, 80.0, 80.0)
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu], quarantined=[gpu])
+    assert not site.held("ana-1")
+    assert after_the_end(site, gpu, "preempted", [gpu]) == Toll(90.0, 90.0, 0.0), "its GPU was sick"
+
+
+def test_a_job_that_was_killed_though_its_driver_should_suspend_it_keeps_its_gpu_in_its_next_attempt() -> None:
+    """Its driver refused each attempt before its first mini-batch: it lost all at the end of each lease, for ever."""
+    site, gpu = a_running_app("gandiva-fair")
+    assert contested(site, gpu, 300.0, cooperative=True)
+    after_the_end(site, gpu, "preempted")
+    site.app("bob-1", state="finished")
+    site.play_round(site.node("n1") + site.app("ana-1") + site.wait(6.0))
+    assert site.held("ana-1") == [gpu]
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu], attempt=1)])
+    effects = site.app("bob-2")
+    for second in range(1, 200):
+        spent = Measured(ran_s=float(second), unsaved_s=float(second))
+        status = task("ana-1", 0, [gpu], "starting", attempt=1, measured=spent, cooperative=True)
+        effects += site.node("n1", tasks=[status], used=[gpu])
+        effects += site.app("ana-1", jobs=[wish("ana-1", 0, [gpu], attempt=1)], left_s=5000.0, left_gpu_s=5000.0)
+        effects = site.play_round(effects + site.wait(1.0))
+        assert site.held("ana-1") == [gpu]
+    assert f"keeps {gpu} beyond its lease: the job there has lost its work at earlier preemptions" in site.told("ana-1")
+    assert after_the_end(site, gpu, "failed", attempt=1) == Toll(180.0, 180.0, 90.0)
 
 
 def test_a_broken_node_takes_what_it_takes() -> None:

@@ -295,6 +295,24 @@ def test_jobs_that_may_leave_by_a_checkpoint_alone_and_save_none_finish_under_co
     assert [app.actor.core.state.records[app.id].state for app in apps] == ["finished"] * 3
 
 
+def test_jobs_that_the_driver_should_suspend_and_does_not_finish_under_contention() -> None:
+    """They counted as sparing their work: each attempt was told to leave, refused by the driver and killed, for ever.
+
+    In world 1831010408 a start took most of a lease, and the driver refuses processes that have not got to their GPU.
+    """
+    settings = replace(SETTINGS, policy="gandiva-fair", lease_s=30.0)
+    traits = NodeTraits(driver=True, driver_refuses=1.0)
+    world = World(parse_cluster("1x1"), settings, NONE, beat_s=4.0, traits={NodeId("n001"): traits})
+    (node,) = world.nodes.values()
+    facts = JobFacts(100.0, 100, 1, lambda gpus, level: 1.0, can_park=False, can_checkpoint=False)
+    apps = [world.submit(name, spec_of(), [facts]) for name in ("one", "two", "three")]
+    for seconds in range(10, 1500, 10):
+        world.call_at(float(seconds), node.measure)
+    world.run(until=1500.0, done=lambda: all(app.over_at is not None for app in apps))
+    assert [app.actor.core.state.records[app.id].state for app in apps] == ["finished"] * 3
+    assert world.now < 600.0, "each loses one attempt, of 40 s at most"
+
+
 def test_an_arbiter_that_has_forgotten_a_higher_epoch_is_believed_once_it_has_heard_what_was_said_since() -> None:
     """After a backup was restored beside a new broker, which counts epochs, the agent ignored the arbiter for ever."""
     bench = AppBench()

@@ -7,6 +7,10 @@ preempted only if what it has lost already, and would lose now, is within that. 
 is preempted as leases and policies say. The loss by a broken node, a sick GPU or its owner is no preemption; it is
 counted all the same.
 
+What was measured counts before what is told. A job without a checkpoint that its driver should suspend may have lost
+more than that part by preemptions all the same (`Toll.preempted_s`): it keeps its GPUs, too. The driver refuses, say, a
+process that has not got as far as its GPU.
+
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
 
 To suspend a job and to resume it takes time, too. Where that is longer than a lease, jobs that take turns would do
@@ -19,7 +23,7 @@ from __future__ import annotations
 from msgspec.structs import replace
 
 from arbiter.core.effects import LossRecord
-from arbiter.core.state.model import Leased, Task, Toll, Up
+from arbiter.core.state.model import TRAINS, Draining, Leased, State, Task, Toll, Up, usable
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, device_of
 
@@ -34,10 +38,27 @@ COST_MAX_S = 300.0
 def kept(turn: Turn) -> frozenset[GpuId]:
     """Return the GPUs that no round may take from their holders, whatever else it may."""
     state = turn.state
-    if state.settings.preemption_budget >= 1.0 or not turn.index.at_risk:
+    if state.settings.preemption_budget >= 1.0:
         return frozenset()
-    tasks = (state.tasks[task] for task in turn.index.at_risk)
-    return frozenset(gpu for task in tasks if _costs_too_much(turn, task) for gpu in task.gpus)
+    bereft = {task for app in turn.index.lost_work & turn.index.holders for task in turn.index.tasks[app]}
+    tasks = (state.tasks[task] for task in turn.index.at_risk | bereft)
+    risky = (task for task in tasks if is_at_risk(state, task) and _costs_too_much(turn, task))
+    return frozenset(gpu for task in risky for gpu in task.gpus)
+
+
+def is_at_risk(state: State, task: Task) -> bool:
+    """Whether preempting a task would throw away what it has done: by what its node agent tells, or by its past."""
+    return task.at_risk or _lost_too_much(state, task)
+
+
+def _lost_too_much(state: State, task: Task) -> bool:
+    """Whether a task that trains without a save lost more by preemptions of its job than these may cost."""
+    app = state.apps.get(task.app)
+    if app is None or task.can_checkpoint or task.phase not in TRAINS:
+        return False
+    toll = app.tolls.get(task.job, Toll())
+    ran_s = toll.ran_s + task.measured.ran_s - task.counted.ran_s
+    return toll.preempted_s > max(NEGLIGIBLE_S, state.settings.preemption_budget * ran_s)
 
 
 def _costs_too_much(turn: Turn, task: Task) -> bool:
@@ -62,7 +83,8 @@ def count(turn: Turn, task: Task) -> Task:
     if app is None:
         return task
     now = Toll(task.measured.ran_s, 0.0 if task.outcome == "finished" else task.measured.unsaved_s)
-    new = Toll(max(0.0, now.ran_s - task.counted.ran_s), max(0.0, now.lost_s - task.counted.lost_s))
+    lost_s = max(0.0, now.lost_s - task.counted.lost_s)
+    new = Toll(max(0.0, now.ran_s - task.counted.ran_s), lost_s, lost_s if _was_preempted(turn, task) else 0.0)
     if new == Toll():
         return task
     lost_gpu_s = new.lost_s * len(task.gpus)
@@ -71,10 +93,20 @@ def count(turn: Turn, task: Task) -> Task:
         devices = tuple(sorted(map(device_of, task.gpus)))
         turn.effects.append(LossRecord(task.id, turn.now, app.id, app.tenant, task.node, devices, lost_gpu_s))
     before = app.tolls.get(task.job, Toll())
-    toll = Toll(before.ran_s + new.ran_s, before.lost_s + new.lost_s)
+    toll = Toll(before.ran_s + new.ran_s, before.lost_s + new.lost_s, before.preempted_s + new.preempted_s)
     turn.state.apps[app.id] = replace(app, tolls={**app.tolls, task.job: toll})
     turn.accounts.add(app.id)
+    if toll.preempted_s:
+        turn.index.lost_work.add(app.id)
     return replace(task, counted=now)
+
+
+def _was_preempted(turn: Turn, task: Task) -> bool:
+    """Whether a task ended as a GPU in good order was taken from its app."""
+    if task.outcome != "preempted":
+        return False
+    gpus = filter(None, map(turn.state.gpus.get, task.gpus))
+    return any(isinstance(gpu.state, Draining) and usable(turn.state, gpu) for gpu in gpus)
 
 
 def drawn_out(turn: Turn, soon: float) -> dict[GpuId, float]:
@@ -122,5 +154,9 @@ def tell_drawn_out(turn: Turn, app: AppId, gpu: GpuId, more_s: float) -> None:
 
 def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
     """Say why an app keeps a GPU beyond its lease."""
-    can = "can neither save nor be suspended in a way that its user allows"
-    turn.tell(app, f"keeps {gpu} beyond its lease: the job there {can}, and its work would be lost")
+    risky = any(gpu in turn.state.tasks[task].gpus for task in turn.index.tasks[app] & turn.index.at_risk)
+    if risky:
+        why = "can neither save nor be suspended in a way that its user allows, and its work would be lost"
+    else:
+        why = "has lost its work at earlier preemptions, and saves no checkpoint"
+    turn.tell(app, f"keeps {gpu} beyond its lease: the job there {why}")

@@ -81,6 +81,7 @@ class Index:
         self.free: set[GpuId] = set()
         self.draining: set[GpuId] = set()
         self.at_risk: set[TaskId] = set()  #: see `Task.at_risk`
+        self.lost_work: set[AppId] = set()  #: apps whose jobs have lost work by preemptions
         self.dear: set[TaskId] = set()  #: see `Task.is_dear`
         self.parted: dict[AppId, set[JobId]] = {}  #: by app: its jobs that may have parts on several nodes, if any
         self.guests: set[GpuId] = set()  #: seats that are leased to guests
@@ -113,7 +114,6 @@ class Index:
         self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         self._bind_all(state)
-        self._uncounted.update(self.seats)
         #: The GPUs that may have come into service, or gone out of it, since their time was last booked.
         self.recounted: set[GpuId] = set()
         #: The GPUs in service, of which time is booked.
@@ -124,8 +124,11 @@ class Index:
             self.bind(gpu)
         for app in state.apps.values():
             self.bind_app(app)
+            if any(toll.preempted_s for toll in app.tolls.values()):
+                self.lost_work.add(app.id)
         for task in state.tasks.values():
             self.bind_task(task)
+        self._uncounted.update(self.seats)
 
     def bind(self, gpu: model.Gpu) -> None:
         """Note who has this GPU."""
@@ -363,6 +366,7 @@ class Index:
         """Forget an app that is over and of which nothing is left: an arbiter sees more of them than it has memory."""
         for known in (self.gpus, self.tasks, self.versions, self.task_versions):
             known.pop(app, None)
+        self.lost_work.discard(app)
 
     def forget_end(self, app: model.App) -> None:
         """Forget when this app ended: one that was refused may yet say that it is over."""
@@ -420,7 +424,7 @@ class Index:
         alike = alike and self.assignable(()) == other.assignable(())
         alike = alike and (self.guests, self.booked) == (other.guests, other.booked)
         alike = alike and (+self.owned, self.at_risk, self.dear) == (+other.owned, other.at_risk, other.dear)
-        alike = alike and self.dependent == other.dependent
+        alike = alike and (self.dependent, self.lost_work) == (other.dependent, other.lost_work)
         return alike and (self.enrolling, self.active) == (other.enrolling, other.active)
 
 

@@ -46,6 +46,8 @@ from protocol.messages import (
 NEVER = 1e11
 #: To suspend a task and to resume it is dear if that takes longer, together.
 DEAR_S = 2.0
+#: The phases in which a task trains, or begins to.
+TRAINS: tuple[TaskPhase, ...] = ("starting", "running")
 #: A GPU has fewer seats, whose numbers have fewer digits.
 SEATS_MAX, SEAT_DIGITS_MAX = 10_000, 5
 
@@ -242,6 +244,7 @@ class Toll(Struct, frozen=True):
 
     ran_s: float = 0.0
     lost_s: float = 0.0
+    preempted_s: float = 0.0  #: of those lost, what preemptions took from it
 
 
 class Task(Struct, frozen=True):
@@ -288,7 +291,7 @@ class Task(Struct, frozen=True):
         suspended.
         """
         spared = (self.cooperative or self.can_checkpoint) and not self.helpless
-        return self.phase in ("starting", "running") and not spared
+        return self.phase in TRAINS and not spared
 
     @property
     def is_dear(self) -> bool:
