@@ -360,15 +360,17 @@ class Queries:
             "claims": [_claim(claim) for claim in app.claims],
             "arrived_at": instant(app.arrived_at),
             "ended_at": instant(ended_at) if ended_at is not None else None,
-            "tasks": [_task(task) | {"at_risk_s": self._at_risk_s(task, now)} for task in tasks],
+            "tasks": [_task(task) | {"at_risk_s": self._at_risk_s(task, tasks, now)} for task in tasks],
         }
 
-    def _at_risk_s(self, task: model.Task, now: float) -> float:
+    def _at_risk_s(self, task: model.Task, tasks: Sequence[model.Task], now: float) -> float:
         """Return how much of a task's work has to be done again if it is told to leave now; 0: it saves, or is parked.
 
-        In seconds. The newest report on the task tells it, and the time since that report counts, too.
+        In seconds; `tasks` are all of its app. The newest report on the task tells it, and the time since that report
+        counts, too.
         """
-        if not preemption_budget.is_at_risk(self._arbiter.state, task) or not task.measured.ran_s:
+        risky = task.at_risk or task in preemption_budget.bereft(self._arbiter.state, task.app, tasks)
+        if not risky or not task.measured.ran_s:
             return 0.0
         node = self._arbiter.state.nodes[task.node].state
         return task.measured.unsaved_s + (max(0.0, now - node.seen_at) if isinstance(node, model.Up) else 0.0)

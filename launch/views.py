@@ -533,8 +533,9 @@ def _without_steps(task: Document) -> str:
     if not task.get("at_risk_s"):
         return f"{said}; it can be suspended all the same, so nothing is lost where it stays on its GPUs."
     return (
-        f"{said}, so it can neither save nor be suspended: when it has to leave, the {duration(task['at_risk_s'])} of "
-        "work that it has done are lost. The mend is session.step_end() after each mini-batch."
+        f"{said}, so it is not known to be able to save or to be suspended: when it has to leave, the "
+        f"{duration(task['at_risk_s'])} of work that it has done are lost. The mend is session.step_end() after each "
+        "mini-batch."
     )
 
 

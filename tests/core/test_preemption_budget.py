@@ -9,12 +9,12 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.arbiter import Effect
-from arbiter.core.leases import leases, preemption_budget
+from arbiter.core.leases import leases, plans, preemption_budget
 from arbiter.core.registry import tables
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Leased, Toll
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, GpuId, JobId, Measured, Preempt, TaskId, seat
+from protocol.messages import Act, AppId, GpuId, JobId, Measured, NodeId, Party, Preempt, TaskId, seat
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
 
 LAS = replace(
@@ -278,7 +278,7 @@ def after_the_end(site: Site, gpu: str, outcome: str, quarantined: Sequence[str]
     return toll
 
 
-def test_what_a_preemption_took_is_told_from_what_else_a_job_lost() -> None:
+def test_what_a_round_took_is_told_from_what_else_a_job_lost() -> None:
     site, gpu = a_running_app("gandiva-fair")
     assert contested(site, gpu, 300.0, cooperative=True)
     assert after_the_end(site, gpu, "preempted") == Toll(90.0, 90.0, 90.0)
@@ -288,10 +288,63 @@ def test_what_a_preemption_took_is_told_from_what_else_a_job_lost() -> None:
     site, gpu = a_running_app()
     assert after_the_end(site, gpu, "preempted") == Toll(90.0, 90.0, 0.0), "its own agent took it off its GPU"
     site, gpu = a_running_app()
-    tell(site, gpu, 80.0, 80.0)
-    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu], quarantined=[gpu])
+    tell(site, gpu, 80.0, 80.0, cooperative=True)
+    site.hear(Party("app", "ana"), Act("act-1", "requeue", "ana-1"))
     assert not site.held("ana-1")
-    assert after_the_end(site, gpu, "preempted", [gpu]) == Toll(90.0, 90.0, 0.0), "its GPU was sick"
+    assert after_the_end(site, gpu, "preempted") == Toll(90.0, 90.0, 0.0), "its owner took it off its GPU"
+
+
+@pytest.mark.parametrize("well_again", [False, True])
+def test_what_a_sick_gpu_took_was_no_preemption(well_again: bool) -> None:
+    site, gpu = a_running_app("gandiva-fair")
+    tell(site, gpu, 80.0, 80.0, cooperative=True)
+    site.node("n1", tasks=[task("ana-1", 0, [gpu], cooperative=True)], used=[gpu], quarantined=[gpu])
+    assert not site.held("ana-1")
+    assert after_the_end(site, gpu, "preempted", [] if well_again else [gpu]) == Toll(90.0, 90.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("phase", "sick", "lost_s"), [("suspended", 0, 90.0), ("resuming", 0, 90.0), ("resuming", 1, 0.0)]
+)
+def test_what_a_job_lost_while_it_was_parked_a_preemption_took(phase: str, sick: int, lost_s: float) -> None:
+    """Its driver suspended it each time and lost it as it was to go on, on GPUs that were its own again."""
+    site, gpu = a_running_app()
+    tell(site, gpu, 90.0, 90.0, phase, cooperative=True, suspensions=1)
+    assert after_the_end(site, gpu, "preempted", [gpu] * sick).preempted_s == lost_s
+
+
+def test_a_gang_that_lost_its_work_is_kept_whole_for_as_long_as_one_job_that_did() -> None:
+    """Each of its parts was kept until it alone had run for as long as all had to."""
+    site = Site(LAS)
+    site.node("n1", 2)
+    site.app("ana-1", gang=2, demand=2)
+    site.wait(0.0)
+    gpus = site.held("ana-1")
+    assert len(gpus) == 2
+    site.app("ana-1", gang=2, demand=2, jobs=[wish("ana-1", 0, gpus)])
+    toll = Toll(180.0, 180.0, 180.0)
+
+    def kept(first_s: float, second_s: float, **second: object) -> list[str]:
+        state = site.arbiter.state
+        app = state.apps[AppId("ana-1")]
+        first, other = (
+            task("ana-1", 0, [gpu], measured=Measured(ran_s=ran_s, unsaved_s=ran_s), cooperative=True)
+            for gpu, ran_s in zip(gpus, (first_s, second_s), strict=True)
+        )
+        parts = (first, replace(other, task=TaskId(f"{other.task}.1")))
+        one, two = (plans.take_task(NodeId("n1"), part) for part in parts)
+        told = (one, replace(two, **second))
+        found = preemption_budget.bereft(replace(state, apps={app.id: replace(app, tolls={JOB: toll})}), app.id, told)
+        return sorted(gpu for each in found for gpu in each.gpus)
+
+    assert kept(10.0, 10.0) == sorted(gpus)
+    assert kept(359.0, 359.0) == sorted(gpus)
+    assert kept(362.0, 359.0) == [], "four times what it lost, together"
+    assert kept(10.0, 10.0, phase="suspended") == [], "what is left of a gang could not go on"
+    assert kept(10.0, 10.0, phase="exited") == gpus[:1]
+    assert kept(10.0, 10.0, attempt=1) == [], "the earlier attempt is on its way out"
+    assert kept(10.0, 10.0, can_checkpoint=True) == []
+    assert kept(359.0, 459.0, counted=Toll(100.0)) == sorted(gpus), "its node was lost, and that time was counted"
 
 
 def test_a_job_that_was_killed_though_its_driver_should_suspend_it_keeps_its_gpu_in_its_next_attempt() -> None:

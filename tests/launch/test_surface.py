@@ -306,8 +306,8 @@ def test_ps_shows_what_is_not_over_unless_asked_for_all() -> None:
 def test_a_task_that_has_told_no_step_for_a_while_is_said_to_tell_none() -> None:
     silent = task(step=-1, total_steps=0, measured={"ran_s": 365.0}, at_risk_s=366.0)
     said = (
-        "ada-1.0-a0: this script tells nothing of its steps, so it can neither save nor be suspended: when it has to "
-        "leave, the 6m06s of work that it has done are lost."
+        "ada-1.0-a0: this script tells nothing of its steps, so it is not known to be able to save or to be suspended: "
+        "when it has to leave, the 6m06s of work that it has done are lost."
     )
     assert said in explained(state="running", tasks=[silent])
     assert views.progress(app(tasks=[silent])) == "-"

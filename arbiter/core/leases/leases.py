@@ -170,6 +170,7 @@ def revoke(
             reason=reason,
             promised_to=promised_to,
             round=turn.state.round,
+            preempted=preempted,
         ),
     )
     turn.tell(gpu.id, f"taken from {lease.app}: {reason}")

@@ -8,8 +8,8 @@ is preempted as leases and policies say. The loss by a broken node, a sick GPU o
 counted all the same.
 
 What was measured counts before what is told. A job without a checkpoint that its driver should suspend may have lost
-more than that part by preemptions all the same (`Toll.preempted_s`): it keeps its GPUs, too. The driver refuses, say, a
-process that has not got as far as its GPU.
+more than that part by preemptions all the same (`Toll.preempted_s`). It keeps its GPUs until it has made up for that;
+the next preemption may spare it, or not. The driver refuses, say, a process that has not got as far as its GPU.
 
 Both times are what node agents measured (`Measured.ran_s`, `Measured.unsaved_s`).
 
@@ -20,17 +20,23 @@ suspension and resumption took (`Measured.cost_s`, which may be the script's wor
 
 from __future__ import annotations
 
+from collections import defaultdict
+from collections.abc import Iterable
+from math import fsum
+
 from msgspec.structs import replace
 
 from arbiter.core.effects import LossRecord
-from arbiter.core.state.model import TRAINS, Draining, Leased, State, Task, Toll, Up, usable
+from arbiter.core.state.model import TRAINS, Draining, Leased, PreemptedBy, State, Task, Toll, Up, usable
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, GpuId, device_of
+from protocol.messages import AppId, GpuId, JobId, device_of
 
 #: Less than that, over its life, is not worth keeping a GPU for: it takes as long to be told.
 NEGLIGIBLE_S = 2.0
 #: A job that was resumed keeps its GPUs so many times as long as it takes to suspend and resume it.
 TURN_PAYS = 2.0
+#: By what a preemption takes a GPU. The loss by an act, a fault or a wish of the app itself is no preemption.
+BY_ROUNDS: tuple[PreemptedBy, ...] = ("outbid", "interactive", "not-renewed")
 #: More than that is not believed: no lease goes on for that reason later than twice as long after its grant.
 COST_MAX_S = 300.0
 
@@ -40,25 +46,34 @@ def kept(turn: Turn) -> frozenset[GpuId]:
     state = turn.state
     if state.settings.preemption_budget >= 1.0:
         return frozenset()
-    bereft = {task for app in turn.index.lost_work & turn.index.holders for task in turn.index.tasks[app]}
-    tasks = (state.tasks[task] for task in turn.index.at_risk | bereft)
-    risky = (task for task in tasks if is_at_risk(state, task) and _costs_too_much(turn, task))
-    return frozenset(gpu for task in risky for gpu in task.gpus)
+    tasks = [task for task in map(state.tasks.__getitem__, turn.index.at_risk) if _costs_too_much(turn, task)]
+    for app in turn.index.lost_work & turn.index.holders:
+        tasks += bereft(state, app, map(state.tasks.__getitem__, turn.index.tasks[app]))
+    return frozenset(gpu for task in tasks for gpu in task.gpus)
 
 
-def is_at_risk(state: State, task: Task) -> bool:
-    """Whether preempting a task would throw away what it has done: by what its node agent tells, or by its past."""
-    return task.at_risk or _lost_too_much(state, task)
+def bereft(state: State, app_id: AppId, tasks: Iterable[Task]) -> list[Task]:
+    """Return those of an app's `tasks` whose job has lost more by preemptions than these may cost.
 
-
-def _lost_too_much(state: State, task: Task) -> bool:
-    """Whether a task that trains without a save lost more by preemptions of its job than these may cost."""
-    app = state.apps.get(task.app)
-    if app is None or task.can_checkpoint or task.phase not in TRAINS:
-        return False
-    toll = app.tolls.get(task.job, Toll())
-    ran_s = toll.ran_s + task.measured.ran_s - task.counted.ran_s
-    return toll.preempted_s > max(NEGLIGIBLE_S, state.settings.preemption_budget * ran_s)
+    All parts of the job train, and none has a checkpoint. The parts are kept together: what is left of a gang could not
+    go on.
+    """
+    app = state.apps.get(app_id)
+    if app is None:
+        return []
+    attempts = {job.id: job.attempt for job in app.jobs}
+    parts: dict[JobId, list[Task]] = defaultdict(list)
+    for task in tasks:
+        if task.alive and app.tolls.get(task.job, Toll()).preempted_s:
+            parts[task.job].append(task)
+    found: list[Task] = []
+    for job, living in parts.items():
+        toll, budget = app.tolls[job], state.settings.preemption_budget
+        ran_s = toll.ran_s + fsum(task.measured.ran_s - task.counted.ran_s for task in living)
+        trains = all(task.phase in TRAINS and attempts.get(job, task.attempt) == task.attempt for task in living)
+        if trains and toll.preempted_s > max(NEGLIGIBLE_S, budget * ran_s):
+            found += [] if any(task.can_checkpoint for task in living) else living
+    return found
 
 
 def _costs_too_much(turn: Turn, task: Task) -> bool:
@@ -102,11 +117,13 @@ def count(turn: Turn, task: Task) -> Task:
 
 
 def _was_preempted(turn: Turn, task: Task) -> bool:
-    """Whether a task ended as a GPU in good order was taken from its app."""
-    if task.outcome != "preempted":
+    """Whether a preemption took what a task has lost: a round took its GPU, or its end came while it was parked."""
+    gpus = [gpu for gpu in map(turn.state.gpus.get, task.gpus) if gpu is not None]
+    if task.outcome != "preempted" or not all(usable(turn.state, gpu) for gpu in gpus):
         return False
-    gpus = filter(None, map(turn.state.gpus.get, task.gpus))
-    return any(isinstance(gpu.state, Draining) and usable(turn.state, gpu) for gpu in gpus)
+    known = turn.state.tasks.get(task.id)
+    parked = known is not None and known.phase in ("suspended", "resuming")
+    return parked or any(isinstance(gpu.state, Draining) and gpu.state.preempted in BY_ROUNDS for gpu in gpus)
 
 
 def drawn_out(turn: Turn, soon: float) -> dict[GpuId, float]:
@@ -158,5 +175,5 @@ def tell_kept(turn: Turn, app: AppId, gpu: GpuId) -> None:
     if risky:
         why = "can neither save nor be suspended in a way that its user allows, and its work would be lost"
     else:
-        why = "has lost its work at earlier preemptions, and saves no checkpoint"
+        why = "has lost its work at earlier preemptions, and tells of no checkpoint"
     turn.tell(app, f"keeps {gpu} beyond its lease: the job there {why}")

@@ -163,6 +163,7 @@ class Draining(Struct, frozen=True, tag=True):
     reason: str
     promised_to: AppId | None = None
     round: int = 0
+    preempted: PreemptedBy | None = None  #: by what its app lost it; None: the app did not want it any more
 
 
 GpuState = Free | Leased | Draining
