@@ -325,6 +325,7 @@ class Queries:
         tasks = [task for task in state.tasks.values() if task.app == app.id]
         standing = state.history.of_app(app.id, max(now, state.now))
         name = _state_name(app, gpus, tasks)
+        at_risk_s = self._at_risk_s(app.id, tasks, now)
         return {
             "id": app.id,
             "owner": app.owner,
@@ -360,17 +361,20 @@ class Queries:
             "claims": [_claim(claim) for claim in app.claims],
             "arrived_at": instant(app.arrived_at),
             "ended_at": instant(ended_at) if ended_at is not None else None,
-            "tasks": [_task(task) | {"at_risk_s": self._at_risk_s(task, tasks, now)} for task in tasks],
+            "tasks": [_task(task) | {"at_risk_s": at_risk_s[task.id]} for task in tasks],
         }
 
-    def _at_risk_s(self, task: model.Task, tasks: Sequence[model.Task], now: float) -> float:
-        """Return how much of a task's work has to be done again if it is told to leave now; 0: it saves, or is parked.
+    def _at_risk_s(self, app: AppId, tasks: Sequence[model.Task], now: float) -> dict[TaskId, float]:
+        """Return how much of each task's work has to be done again if it is told to leave now.
 
-        In seconds; `tasks` are all of its app. The newest report on the task tells it, and the time since that report
+        In seconds; 0: it saves, or is parked. The newest report on the task tells it, and the time since that report
         counts, too.
         """
-        risky = task.at_risk or task in preemption_budget.bereft(self._arbiter.state, task.app, tasks)
-        if not risky or not task.measured.ran_s:
+        lost = {task.id for task in preemption_budget.tasks_that_lost_too_much(self._arbiter.state, app, tasks)}
+        return {task.id: self._unsaved_s(task, now) if task.at_risk or task.id in lost else 0.0 for task in tasks}
+
+    def _unsaved_s(self, task: model.Task, now: float) -> float:
+        if not task.measured.ran_s:
             return 0.0
         node = self._arbiter.state.nodes[task.node].state
         return task.measured.unsaved_s + (max(0.0, now - node.seen_at) if isinstance(node, model.Up) else 0.0)

@@ -334,7 +334,8 @@ def test_a_gang_that_lost_its_work_is_kept_whole_for_as_long_as_one_job_that_did
         parts = (first, replace(other, task=TaskId(f"{other.task}.1")))
         one, two = (plans.take_task(NodeId("n1"), part) for part in parts)
         told = (one, replace(two, **second))
-        found = preemption_budget.bereft(replace(state, apps={app.id: replace(app, tolls={JOB: toll})}), app.id, told)
+        state = replace(state, apps={app.id: replace(app, tolls={JOB: toll})})
+        found = preemption_budget.tasks_that_lost_too_much(state, app.id, told)
         return sorted(gpu for each in found for gpu in each.gpus)
 
     assert kept(10.0, 10.0) == sorted(gpus)

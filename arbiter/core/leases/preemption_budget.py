@@ -48,14 +48,14 @@ def kept(turn: Turn) -> frozenset[GpuId]:
         return frozenset()
     tasks = [task for task in map(state.tasks.__getitem__, turn.index.at_risk) if _costs_too_much(turn, task)]
     for app in turn.index.lost_work & turn.index.holders:
-        tasks += bereft(state, app, map(state.tasks.__getitem__, turn.index.tasks[app]))
+        tasks += tasks_that_lost_too_much(state, app, map(state.tasks.__getitem__, turn.index.tasks[app]))
     return frozenset(gpu for task in tasks for gpu in task.gpus)
 
 
-def bereft(state: State, app_id: AppId, tasks: Iterable[Task]) -> list[Task]:
+def tasks_that_lost_too_much(state: State, app_id: AppId, tasks: Iterable[Task]) -> list[Task]:
     """Return those of an app's `tasks` whose job has lost more by preemptions than these may cost.
 
-    All parts of the job train, and none has a checkpoint. The parts are kept together: what is left of a gang could not
+    All tasks of such a job train, and none has a checkpoint. They are kept together: what is left of a gang could not
     go on.
     """
     app = state.apps.get(app_id)
@@ -70,9 +70,10 @@ def bereft(state: State, app_id: AppId, tasks: Iterable[Task]) -> list[Task]:
     for job, living in parts.items():
         toll, budget = app.tolls[job], state.settings.preemption_budget
         ran_s = toll.ran_s + fsum(task.measured.ran_s - task.counted.ran_s for task in living)
-        trains = all(task.phase in TRAINS and attempts.get(job, task.attempt) == task.attempt for task in living)
-        if trains and toll.preempted_s > max(NEGLIGIBLE_S, budget * ran_s):
-            found += [] if any(task.can_checkpoint for task in living) else living
+        train = all(task.phase in TRAINS and attempts.get(job, task.attempt) == task.attempt for task in living)
+        saved = any(task.can_checkpoint for task in living)
+        if train and not saved and toll.preempted_s > max(NEGLIGIBLE_S, budget * ran_s):
+            found += living
     return found
 
 
