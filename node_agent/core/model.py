@@ -199,6 +199,19 @@ class Facts(Struct, frozen=True):
     verdict: Literal["", "failed", "preempted"] = ""  #: an earlier node agent's on its end, if that was one of MPS
 
 
+class Lesson(Struct, frozen=True):
+    """What the attempts of a job have shown on this node, for its next ones."""
+
+    driver_lost: bool = False  #: the driver has lost one
+    kept_by: frozenset[str] = frozenset()  #: methods by which one was suspended and kept memory of its GPUs
+    kept: str = ""  #: how much it kept
+
+    def of_new_attempt(self) -> Facts:
+        """Return the facts with which a new attempt begins."""
+        refusal = f"an earlier attempt of it {self.kept}" if self.kept else ""
+        return Facts(driver_lost=self.driver_lost, refused=tuple(sorted(self.kept_by)), refusal=refusal)
+
+
 class MpsFault(Struct, frozen=True):
     """A fatal fault of the MPS server that a task used, at `at` (UNIX seconds)."""
 

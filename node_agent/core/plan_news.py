@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from node_agent.core import moves
 from node_agent.core.events import Complaint, RememberFence, RememberIncarnation
-from node_agent.core.model import Exited, Facts, Suspended, Task, Waiting
+from node_agent.core.model import Exited, Lesson, Suspended, Task, Waiting
 from node_agent.core.state import NodeState
 from protocol.messages import GpuId, NodePlan, TaskOrder, Want, device_of
 
@@ -107,7 +107,7 @@ def _take_order(node: NodeState, order: TaskOrder) -> None:
 
 
 def _add_task(node: NodeState, order: TaskOrder) -> None:
-    facts = Facts(driver_lost=order.job in node.driver_lost)
+    facts = node.lessons.get(order.job, Lesson()).of_new_attempt()
     task = Task(order.task, order.app, order.job, order.attempt, order.gpus, Waiting(), facts=facts)
     node.put(_with_order(task, order))
     node.tell(order.task, f"ordered to {order.want} on {', '.join(order.gpus)}")

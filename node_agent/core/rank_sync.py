@@ -125,8 +125,13 @@ def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order
     return _hold(ranks, wish, _steps_ahead(ranks), next_seq)
 
 
-def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
+def heard(
+    ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq, gen: int
+) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one.
+
+    `gen` is the generation of this node agent, which its orders carry.
+    """
     if isinstance(line, Hello):
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
     if isinstance(line, Ready | Late):
@@ -137,7 +142,7 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
         return ranks, [], line
     match line:
         case Hello():
-            return _greeted(ranks, next_seq)
+            return _greeted(ranks, next_seq, gen)
         case Progress():
             ranks = replace(ranks, news={**ranks.news, rank: line})
             return ranks, [], _progress(ranks) if len(ranks.news) >= ranks.world else None
@@ -261,7 +266,7 @@ def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, lis
 # --- coming and going -----------------------------------------------------------------------------------------------
 
 
-def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
+def _greeted(ranks: Ranks, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Order], FromWorker | None]:
     """Have the ranks speak as one once all are there; if some are parked without an order, all go on."""
     if not ranks.complete:
         return ranks, [], None
@@ -271,7 +276,7 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
     orders = []
     if not ranks.apart and ranks.phase is None and len(states | {"running"}) > 1 and state == "running":
         # A node agent died between the two phases. Of a job on several nodes, the next plan says how to go on.
-        orders = [Order("resume", max(hello.gen for hello in hellos), next_seq())]
+        orders = [Order("resume", gen, next_seq())]
     first = hellos[0]
     sizes = [hello.state_bytes for hello in hellos]  # 0: that one does not know it yet
     metrics, diverged = newest_metrics(*((hello.metrics, hello.diverged) for hello in reversed(hellos)))
@@ -288,6 +293,17 @@ def _greeted(ranks: Ranks, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromW
         diverged=diverged,
     )
     return ranks, orders, line
+
+
+def found_suspended(ranks: Ranks, rank: int, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Order]]:
+    """Have all ranks go on, as one obeyed an order of an earlier node agent to suspend; return the orders.
+
+    Of a job on several nodes, the next plan says how to go on.
+    """
+    if ranks.apart:
+        hellos = {each: replace(hello, state="suspended") for each, hello in ranks.hellos.items() if each == rank}
+        return replace(ranks, hellos={**ranks.hellos, **hellos}), []
+    return ranks, [Order("resume", gen, next_seq())]
 
 
 def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:

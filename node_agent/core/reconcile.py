@@ -147,9 +147,7 @@ def _proven(node: NodeState, task: Task) -> Suspended:
         return state
     kept = "" if task.image_of or state.kept else node.gpus.kept_by(task, node.tasks)
     if kept:
-        done = "driver" if state.by_driver else "suspend"
-        refused = task.facts.refused if done in task.facts.refused else (*task.facts.refused, done)
-        node.learn(task.id, refused=refused, refusal=kept)
+        node.note_kept(task, "driver" if state.by_driver else "suspend", kept)
         node.tell(task.id, f"{kept}, and is not suspended that way again")
         node.gpus.wait_for(task.gpus)
     if (kept, True) != (state.kept, state.looked):

@@ -12,14 +12,14 @@ from msgspec.structs import replace
 
 from node_agent.core.events import HealthLedger, NodeEffect, NodeFacts, WorkerNote
 from node_agent.core.health import Health
-from node_agent.core.model import TRANSITIONS, IllegalTransition, MpsFault, Running, State, Task
+from node_agent.core.model import TRANSITIONS, IllegalTransition, Lesson, MpsFault, Running, State, Task
 from node_agent.core.proof import Gpus
 from node_agent.core.sharing import Sharing
 from node_agent.core.suspend_methods import SuspendMethods
 from protocol.messages import GpuId, JobId, TaskId
 
 STORY_MAX = 64
-#: So many jobs that the driver has lost are remembered.
+#: The lessons of so many jobs are remembered.
 JOBS_MAX = 1000
 
 
@@ -47,7 +47,7 @@ class NodeState:
         self.gpus = Gpus(facts)
         self.methods = SuspendMethods(facts, self.gpus)
         self.sharing = Sharing(facts, self.gpus, self.methods)
-        self.driver_lost: dict[JobId, None] = {}  #: jobs of which the driver has lost an attempt, the newest last
+        self.lessons: dict[JobId, Lesson] = {}  #: by job: what its attempts have shown here, the newest last
         self.order_seq = 0
         self.mps_faults: dict[TaskId, MpsFault] = {}
         self.mps_failed_at: dict[GpuId, float] = {}  #: when a client of MPS last failed on each device
@@ -82,10 +82,21 @@ class NodeState:
         """Remember that the driver has lost an attempt of a job."""
         for task in [task for task in self.tasks.values() if task.job == job]:
             self.learn(task.id, driver_lost=True)
-        self.driver_lost.pop(job, None)
-        self.driver_lost[job] = None
-        if len(self.driver_lost) > JOBS_MAX:
-            del self.driver_lost[next(iter(self.driver_lost))]
+        self._remember(job, replace(self.lessons.get(job, Lesson()), driver_lost=True))
+
+    def note_kept(self, task: Task, method: str, kept: str) -> None:
+        """Remember that a task has kept memory of its GPUs, as `kept` says, when it was suspended by a method."""
+        if method not in task.facts.refused:
+            self.learn(task.id, refused=(*task.facts.refused, method))
+        self.learn(task.id, refusal=kept)
+        known = self.lessons.get(task.job, Lesson())
+        self._remember(task.job, replace(known, kept_by=known.kept_by | {method}, kept=kept))
+
+    def _remember(self, job: JobId, lesson: Lesson) -> None:
+        self.lessons.pop(job, None)
+        self.lessons[job] = lesson
+        if len(self.lessons) > JOBS_MAX:
+            del self.lessons[next(iter(self.lessons))]
 
     def next_order_seq(self) -> int:
         """Return the number of the next order."""

@@ -85,7 +85,10 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         return
     if isinstance(line, Refused):
         line = replace(line, reason=with_script_words(line.reason))
-    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq)
+    numbers = node.next_order_seq, node.facts.incarnation
+    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, *numbers)
+    if isinstance(line, SuspendedLine) and isinstance(task.state, Running) and ranks.world > 1 and ranks.phase is None:
+        ranks, orders = rank_sync.found_suspended(ranks, rank, *numbers)
     if ranks is not task.ranks:
         node.put(replace(task, ranks=ranks))
     for order in orders:
@@ -245,9 +248,16 @@ def _prepare_host_memory(node: NodeState, task: Task) -> None:
 
 
 def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
-    if isinstance(task.state, Suspending) and line.seq == _seq(task.state.ladder):
-        node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
-        _suspended(node, node.tasks[task.id], f"suspended at step {line.step}", told_bytes=line.residue_bytes)
+    """Take in that a worker is suspended: by the order that it was given, or by one of an earlier node agent."""
+    match task.state:
+        case Suspending(ladder=asked) if line.seq == _seq(asked):
+            what = f"suspended at step {line.step}"
+        case Running():
+            what = f"suspended at step {line.step}, as an earlier node agent had ordered"
+        case _:
+            return
+    node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
+    _suspended(node, node.tasks[task.id], what, told_bytes=line.residue_bytes)
 
 
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:

@@ -167,6 +167,26 @@ def test_a_job_that_keeps_memory_when_it_is_parked_goes_on_and_no_job_waits_for_
     assert node.is_running(b)
 
 
+def test_the_next_attempt_of_a_job_that_kept_memory_is_not_suspended_that_way_either() -> None:
+    """Fault world 1834003201: a neighbour had the turn before each attempt had made a mini-batch, and could not run."""
+    node = SharedNode()
+    first, b = node.add("a", 0, keeps_bytes=2 * GIB, checkpoint=True), node.add("b", 0, seat_number=1, priority=1)
+    node.pass_time(100.0)
+    node.want(first, "vacate")
+    node.pass_time(60.0)
+    assert node.status(first).outcome == "preempted"
+    order = task_order("a-1.0-a1")
+    node.orders[order.task] = replace(order, gpus=node.orders.pop(first).gpus)
+    node.want(b, "stop")
+    node.pass_time(20.0)
+    node.add("c", 0, seat_number=2, priority=1)
+    node.pass_time(200.0)
+    assert [said for said in node.said if said[1:] == (order.task, "suspend")] == []
+    assert node.is_running(order.task)
+    kept = "cannot be suspended: an earlier attempt of it kept 2.0 GiB of GPU-0 when it was parked"
+    assert kept in node.status(order.task).measured.remark
+
+
 def test_a_job_that_keeps_memory_when_it_is_parked_is_suspended_by_the_driver_instead() -> None:
     node = SharedNode(driver=True)
     a, b = node.add("a", 0, keeps_bytes=2 * GIB), node.add("b", 0, seat_number=1)

@@ -36,7 +36,8 @@ class Table:
         return orders
 
     def hear(self, rank: int, line: object) -> tuple[list[Order], object]:
-        self.ranks, orders, said = rank_sync.heard(self.ranks, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
+        numbers = (lambda: next(self.seqs)), 8
+        self.ranks, orders, said = rank_sync.heard(self.ranks, rank, line, *numbers)  # type: ignore[arg-type]
         return orders, said
 
 
@@ -142,8 +143,8 @@ def test_a_new_node_agent_lets_all_go_on_if_the_last_one_died_between_the_phases
     table = Table(world=1)
     table.ranks = Ranks()
     assert table.hear(0, hello(0, state="suspended")) == ([], None)
-    orders, said = table.hear(1, hello(1, state="held"))
-    assert [order.do for order in orders] == ["resume"]
+    orders, said = table.hear(1, replace(hello(1, state="held"), gen=7))
+    assert [(order.do, order.gen) for order in orders] == [("resume", 8)], "a worker ignores those of an older one"
     assert isinstance(said, Hello)
     assert said.state == "running"
 

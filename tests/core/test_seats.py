@@ -584,6 +584,27 @@ def test_a_guest_that_rests_between_its_turns_is_not_sent_to_a_gpu_of_its_own() 
     assert shop.held("cem-1") == [TWO]
 
 
+@pytest.mark.parametrize("other", ["parked", "new"])
+def test_a_guest_that_can_only_be_parked_is_sent_to_another_gpu_only_for_a_job_that_can_use_it(other: str) -> None:
+    """Fault world 1834007419: it had another parked job, which waits, and went from GPU to GPU for ever."""
+    shop = Shop(n1=2)
+    shop.come("ana-1")
+    shop.come("bob-1")
+    shop.come("cem-1", preempt_by="suspend")
+    assert shop.held("cem-1") == [second(ONE)]
+    manners = {"cooperative": True, "can_checkpoint": True, "step": 0}
+    tasks = [task("ana-1", 0, [ONE], **manners), task("cem-1", 0, [second(ONE)], **manners)]
+    tasks += [task("cem-1", 1, [f"{ONE}+2"], "suspended", **manners)] if other == "parked" else []
+    jobs = [wish("cem-1", 0, [second(ONE)]), replace(wish("cem-1", 1, []), suspended=other == "parked")]
+    site = shop.site
+    site.app("bob-1", state="finished")
+    for _ in range(3):
+        site.app("cem-1", jobs=jobs, **shop.more["cem-1"])  # type: ignore[arg-type]
+        site.node("n1", tasks=tasks, used=[ONE, second(ONE)])
+        site.wait(2.0)
+    assert shop.held("cem-1") == [second(ONE) if other == "parked" else TWO]
+
+
 # --- what is enacted --------------------------------------------------------------------------------------------------
 
 

@@ -9,10 +9,10 @@ import pytest
 from msgspec.structs import replace
 
 from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
-from node_agent.core.events import SignalWorker
+from node_agent.core.events import AdoptedWorker, OrderWorker, SignalWorker, WorkerNote, WorkerSaid
 from protocol.core import Connected, Tick
-from protocol.messages import AppReport, NodeId
-from protocol.worker import Suspended
+from protocol.messages import AppId, AppReport, JobId, NodeId, TaskId
+from protocol.worker import Ready, Resumed, Suspended
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE
 from simulator.jobs import JobFacts
@@ -22,7 +22,7 @@ from tests.support.app_harness import Bench as AppBench
 from tests.support.app_harness import exited, spec_of, status
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id, task, wish
 from tests.support.node_harness import Bench as NodeBench
-from tests.support.node_harness import task_order
+from tests.support.node_harness import gpu, hello, task_order
 
 FIFO = replace(SETTINGS, policy="fifo")
 
@@ -311,6 +311,47 @@ def test_jobs_that_the_driver_should_suspend_and_does_not_finish_under_contentio
     world.run(until=1500.0, done=lambda: all(app.over_at is not None for app in apps))
     assert [app.actor.core.state.records[app.id].state for app in apps] == ["finished"] * 3
     assert world.now < 600.0, "each loses one attempt, of 40 s at most"
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_worker_that_is_suspended_as_an_earlier_node_agent_had_ordered_goes_on(world: int) -> None:
+    """In world 1834005601 the order came amid a long mini-batch, the node agent began anew, and the next one waited."""
+    bench, name = NodeBench(fresh=True), TaskId("a-1.0-a0")
+    note = WorkerNote(hello=True, can_park=True, step=5)
+    bench.adopt(AdoptedWorker(name, AppId("a-1"), JobId("a-1.0"), 0, (gpu(0),), note))
+    bench.measure()
+    for rank in range(world):
+        bench.say(WorkerSaid(name, hello(name, step=5, rank=rank, world=world), rank))
+    bench.plan(task_order(name, 0))
+    assert bench.status(name).phase == "running"
+    said = Suspended(seq=3, step=6, bytes=1, residue_bytes=0, seconds=0.1)  # to the order of the earlier one
+    bench.say(WorkerSaid(name, said, 0))
+    if world == 1:
+        assert bench.status(name).phase == "suspended"
+        bench.measure()
+    order = bench.ordered()
+    assert (order.do, order.gen) == ("resume", bench.core.state.facts.incarnation)
+    for rank in range(world):
+        bench.say(WorkerSaid(name, Resumed(seq=order.seq, step=6, seconds=0.1), rank))
+    assert bench.status(name).phase == "running"
+
+
+def test_ranks_that_are_suspended_do_not_go_on_as_one_of_them_says_so_twice() -> None:
+    bench, name = NodeBench(), TaskId("a-1.0-a0")
+    bench.run(name, 0)
+    for rank in range(2):
+        bench.say(WorkerSaid(name, hello(name, step=5, rank=rank, world=2), rank))
+    bench.plan(task_order(name, 0, want="vacate"))
+    hold = bench.ordered()
+    for rank in range(2):
+        bench.say(WorkerSaid(name, Ready(hold.seq, 5), rank))
+    suspend = bench.ordered()
+    assert suspend.do == "suspend"
+    said = Suspended(seq=suspend.seq, step=hold.at_step, bytes=1, residue_bytes=0, seconds=0.1)
+    for rank in (0, 1, 0):
+        bench.say(WorkerSaid(name, said, rank))
+    assert not bench.all(OrderWorker)
+    assert bench.status(name).phase == "suspended"
 
 
 def test_an_arbiter_that_has_forgotten_a_higher_epoch_is_believed_once_it_has_heard_what_was_said_since() -> None:
