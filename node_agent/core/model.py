@@ -138,7 +138,7 @@ TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
     Starting: (Loading, Waiting, Exited),
     Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
-    Running: (Suspending, Suspended, Vacating, Stopping, Exited),
+    Running: (Suspending, Suspended, Resuming, Vacating, Stopping, Exited),
     Suspending: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Suspended: (Running, Resuming, Vacating, Stopping, Exited),
     Resuming: (Running, Suspended, Vacating, Stopping, Exited),
@@ -165,8 +165,8 @@ class Facts(Struct, frozen=True):
     signalled: bool = False
     finished: bool = False
     suspensions: int = 0
-    refused: tuple[str, ...] = ()  #: methods that it refused in this attempt
-    refusal: str = ""  #: why it refused the last of them
+    refused: tuple[str, ...] = ()  #: methods that it refused, or by which it, or an earlier attempt, kept memory
+    refusal: str = ""  #: why it refused the last of them, or what was kept
     driver_lost: bool = False  #: the driver of this node has lost an earlier attempt of its job
     metrics: dict[str, float] = {}
     diverged: tuple[str, ...] = ()  #: metrics whose newest value is no finite number

@@ -295,15 +295,12 @@ def _greeted(ranks: Ranks, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Ord
     return ranks, orders, line
 
 
-def found_suspended(ranks: Ranks, rank: int, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Order]]:
-    """Have all ranks go on, as one obeyed an order of an earlier node agent to suspend; return the orders.
-
-    Of a job on several nodes, the next plan says how to go on.
-    """
-    if ranks.apart:
-        hellos = {each: replace(hello, state="suspended") for each, hello in ranks.hellos.items() if each == rank}
-        return replace(ranks, hellos={**ranks.hellos, **hellos}), []
-    return ranks, [Order("resume", gen, next_seq())]
+def found_suspended(ranks: Ranks, rank: int) -> Ranks:
+    """Return the ranks with this one as suspended, though none was told so."""
+    hellos = ranks.hellos
+    return (
+        replace(ranks, hellos={**hellos, rank: replace(hellos[rank], state="suspended")}) if rank in hellos else ranks
+    )
 
 
 def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:

@@ -145,6 +145,8 @@ def _proven(node: NodeState, task: Task) -> Suspended:
         return state
     if state.kept and not node.gpus.gave_back(task, node.tasks):
         return state
+    if state.kept:
+        node.forget_kept(task.job)
     kept = "" if task.image_of or state.kept else node.gpus.kept_by(task, node.tasks)
     if kept:
         node.note_kept(task, "driver" if state.by_driver else "suspend", kept)

@@ -92,6 +92,12 @@ class NodeState:
         known = self.lessons.get(task.job, Lesson())
         self._remember(task.job, replace(known, kept_by=known.kept_by | {method}, kept=kept))
 
+    def forget_kept(self, job: JobId) -> None:
+        """Forget that a job has kept memory: it has given it back in the end."""
+        known = self.lessons.get(job)
+        if known is not None and known.kept:
+            self._remember(job, Lesson(driver_lost=known.driver_lost))
+
     def _remember(self, job: JobId, lesson: Lesson) -> None:
         self.lessons.pop(job, None)
         self.lessons[job] = lesson

@@ -85,10 +85,10 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         return
     if isinstance(line, Refused):
         line = replace(line, reason=with_script_words(line.reason))
-    numbers = node.next_order_seq, node.facts.incarnation
-    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, *numbers)
-    if isinstance(line, SuspendedLine) and isinstance(task.state, Running) and ranks.world > 1 and ranks.phase is None:
-        ranks, orders = rank_sync.found_suspended(ranks, rank, *numbers)
+    if isinstance(line, SuspendedLine) and task.ranks.world > 1 and _is_unasked(task):
+        _rank_parked(node, task, rank)
+        return
+    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq, node.facts.incarnation)
     if ranks is not task.ranks:
         node.put(replace(task, ranks=ranks))
     for order in orders:
@@ -252,12 +252,30 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
     match task.state:
         case Suspending(ladder=asked) if line.seq == _seq(asked):
             what = f"suspended at step {line.step}"
-        case Running():
+        case Running() | Suspending() if _is_unasked(task):
             what = f"suspended at step {line.step}, as an earlier node agent had ordered"
         case _:
             return
     node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
     _suspended(node, node.tasks[task.id], what, told_bytes=line.residue_bytes)
+
+
+def _is_unasked(task: Task) -> bool:
+    """Whether no order of this node agent is about to be answered by a worker that says that it is suspended."""
+    return (isinstance(task.state, Running) and task.ranks.phase is None) or ladder.awaits_trough(task)
+
+
+def _rank_parked(node: NodeState, task: Task, rank: int) -> None:
+    """Take in that one process of several is suspended, as an earlier node agent had ordered.
+
+    All go on, of a job on several nodes as soon as a plan says that it runs.
+    """
+    what = f"process {rank} is suspended, as an earlier node agent had ordered"
+    if task.ranks.apart:
+        node.put(replace(task, ranks=rank_sync.found_suspended(task.ranks, rank)))
+        node.tell(task.id, what)
+    else:
+        ladder.go_on(node, task, f"{what}; all are told to go on")
 
 
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:

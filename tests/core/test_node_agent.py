@@ -487,6 +487,47 @@ def test_a_part_that_refuses_to_stand_can_neither_save_nor_park_with_the_others_
     assert not bench.all(OrderWorker)
 
 
+def late_word(step: int = 6) -> Suspended:
+    """What a worker says as it obeys an order of an earlier node agent."""
+    return Suspended(999, step, GIB, 0, 0.1)
+
+
+def test_a_part_that_was_told_to_suspend_by_an_earlier_node_agent_goes_on_as_its_plan_says(bench: Bench) -> None:
+    bench.run(A, 0)
+    bench.plan(part_order())
+    bench.worker(A, late_word())
+    assert bench.status(A).phase == "suspended"
+    bench.measure()
+    assert bench.ordered().do == "resume"
+
+
+def test_a_part_that_is_suspended_as_it_is_told_to_stand_stays_on_its_gpu_and_goes_on(bench: Bench) -> None:
+    """It is told to go on once it has refused to stand: taken for suspended, it would run on a seat that is empty."""
+    bench.run(A, 0)
+    bench.plan(standing_order(40))
+    hold = bench.ordered()
+    bench.worker(A, late_word())
+    assert bench.status(A).phase == "running"
+    bench.worker(A, Refused(hold.seq, "suspended; resume it first"))
+    assert bench.ordered().do == "resume"
+    assert not bench.gpu_status(0).empty
+
+
+def test_a_part_of_two_processes_goes_on_once_a_plan_says_that_it_runs() -> None:
+    bench = Bench(fresh=True)
+    note = WorkerNote(hello=True, can_park=True, apart=True, step=5)
+    bench.adopt(AdoptedWorker(TaskId(A), AppId("ada-1"), JobId("ada-1.0"), 0, (gpu(0),), note, 10.0))
+    bench.measure(sample(0, process(A, GIB)))
+    for rank in range(2):
+        bench.say(WorkerSaid(TaskId(A), hello(A, step=5, rank=rank, world=2), rank))
+    bench.say(WorkerSaid(TaskId(A), late_word(), 1))
+    assert not bench.all(OrderWorker), "no plan has come"
+    bench.plan(part_order())
+    assert bench.ordered().do == "resume"
+    bench.wait(5)
+    assert not bench.all(OrderWorker), "it is told once"
+
+
 def test_a_part_without_host_memory_says_that_it_cannot_be_parked_with_the_others() -> None:
     bench = Bench(host_bytes=GIB // 2)
     bench.run(A, 0)

@@ -26,6 +26,7 @@ from protocol.messages import (
     Want,
     seat,
 )
+from protocol.worker import Suspended as SuspendedLine
 from tests.support.node_harness import NODE, Bench, gpu, sample, task_order
 from tests.support.shared_node import GIB, Nature, SharedNode
 
@@ -185,6 +186,22 @@ def test_the_next_attempt_of_a_job_that_kept_memory_is_not_suspended_that_way_ei
     assert node.is_running(order.task)
     kept = "cannot be suspended: an earlier attempt of it kept 2.0 GiB of GPU-0 when it was parked"
     assert kept in node.status(order.task).measured.remark
+
+
+@pytest.mark.parametrize("gives_back", [False, True])
+def test_a_job_is_suspended_again_in_its_next_attempt_if_it_gave_its_memory_back_in_the_end(gives_back: bool) -> None:
+    bench = Bench()
+    bench.run("a-1.0-a0", 0, checkpoint=True)
+    bench.plan(task_order("a-1.0-a0", 0, want="vacate", preempt_by="suspend"))
+    bench.worker("a-1.0-a0", SuspendedLine(bench.ordered().seq, 6, GIB, 0, 0.1))
+    bench.measure(sample(0, used=2 * GIB, healthy=False))  # where it cannot go on to save
+    bench.wait(40.0)
+    bench.measure(sample(0, used=2 * GIB, healthy=False))
+    bench.wait(40.0)
+    assert "kept" in " ".join(bench.core.story(TaskId("a-1.0-a0")))
+    if gives_back:
+        bench.measure()
+    assert bool(bench.core.state.lessons["a-1.0"].kept) is not gives_back
 
 
 def test_a_job_that_keeps_memory_when_it_is_parked_is_suspended_by_the_driver_instead() -> None:

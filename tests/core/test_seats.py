@@ -584,8 +584,13 @@ def test_a_guest_that_rests_between_its_turns_is_not_sent_to_a_gpu_of_its_own() 
     assert shop.held("cem-1") == [TWO]
 
 
-@pytest.mark.parametrize("other", ["parked", "new"])
-def test_a_guest_that_can_only_be_parked_is_sent_to_another_gpu_only_for_a_job_that_can_use_it(other: str) -> None:
+@pytest.mark.parametrize(
+    ("other", "demand", "elsewhere"),
+    [("parked", 1, []), ("parked", 2, []), ("waits", 1, []), ("is to be started", 2, [TWO])],
+)
+def test_a_guest_that_can_only_be_parked_gets_another_gpu_only_for_a_job_that_can_use_it(
+    other: str, demand: int, elsewhere: list[str]
+) -> None:
     """Fault world 1834007419: it had another parked job, which waits, and went from GPU to GPU for ever."""
     shop = Shop(n1=2)
     shop.come("ana-1")
@@ -599,10 +604,10 @@ def test_a_guest_that_can_only_be_parked_is_sent_to_another_gpu_only_for_a_job_t
     site = shop.site
     site.app("bob-1", state="finished")
     for _ in range(3):
-        site.app("cem-1", jobs=jobs, **shop.more["cem-1"])  # type: ignore[arg-type]
+        site.app("cem-1", jobs=jobs, demand=demand, **shop.more["cem-1"])  # type: ignore[arg-type]
         site.node("n1", tasks=tasks, used=[ONE, second(ONE)])
         site.wait(2.0)
-    assert shop.held("cem-1") == [second(ONE) if other == "parked" else TWO]
+    assert shop.held("cem-1") == [second(ONE), *elsewhere]
 
 
 # --- what is enacted --------------------------------------------------------------------------------------------------

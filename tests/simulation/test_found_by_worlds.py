@@ -12,7 +12,7 @@ from arbiter.core.state.model import ArbiterSettings, Draining, Free, Leased
 from node_agent.core.events import AdoptedWorker, OrderWorker, SignalWorker, WorkerNote, WorkerSaid
 from protocol.core import Connected, Tick
 from protocol.messages import AppId, AppReport, JobId, NodeId, TaskId
-from protocol.worker import Ready, Resumed, Suspended
+from protocol.worker import Ready, Refused, Resumed, Suspended
 from simulator.cluster import parse_cluster
 from simulator.costs import NONE
 from simulator.jobs import JobFacts
@@ -331,6 +331,9 @@ def test_a_worker_that_is_suspended_as_an_earlier_node_agent_had_ordered_goes_on
         bench.measure()
     order = bench.ordered()
     assert (order.do, order.gen) == ("resume", bench.core.state.facts.incarnation)
+    bench.say(WorkerSaid(name, Refused(order.seq, "out of memory"), 0))
+    order = next(effect.order for effect in bench.wait(6) if isinstance(effect, OrderWorker))
+    assert order.do == "resume", "it is asked again"
     for rank in range(world):
         bench.say(WorkerSaid(name, Resumed(seq=order.seq, step=6, seconds=0.1), rank))
     assert bench.status(name).phase == "running"

@@ -119,11 +119,11 @@ def bound_to(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[Gpu
     """Return the GPUs that policies see and that `app` cannot leave; None: it can.
 
     Jobs that are parked go on on the GPUs they are on, on whichever seat, and so do guests whose training is not known
-    to leave with a checkpoint, or rests just now; jobs that wait to be started could use any. Of a parked job that can
+    to leave with a checkpoint, or rests just now; a job that is to be started could use any. Of a parked job that can
     be moved, the others on its node count while one of its own is neither free nor the app's.
     """
     named = app.bound_to(_at_hand(turn, app)) if movable(app) else app.only
-    if named is None and guest_at and not app.movable and all(job.gpus or job.suspended for job in app.jobs):
+    if named is None and guest_at and not app.movable and not app.has_job_to_start:
         named = tuple(guest_at)
     if named is None or not turn.index.divided or turn.policy.traits.shares:
         return named

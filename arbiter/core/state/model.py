@@ -527,6 +527,12 @@ class App(Struct, frozen=True):
         return self.can_checkpoint and not self.resting and self.requirements.preempt_by != "suspend"
 
     @property
+    def has_job_to_start(self) -> bool:
+        """Whether it wants GPUs for a job that can begin on any; parked jobs, and those that wait, want none."""
+        named = {gpu for job in self.jobs for gpu in job.gpus}
+        return self.demand_max > len(named) and any(not (job.gpus or job.suspended) for job in self.jobs)
+
+    @property
     def only(self) -> tuple[GpuId, ...] | None:
         """The only GPUs it can use, if only parked jobs want more than they have. None: any.
 
