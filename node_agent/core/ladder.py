@@ -130,12 +130,7 @@ def resume(node: NodeState, task: Task) -> None:
         move = f", moved to {', '.join(task.gpus)}" if task.image_of else ""
         node.enter_state(task, Resuming(ladder, by_driver=True), f"resumed by the driver{move}")
     else:
-        go_on(node, task, "its GPUs are free again")
-
-
-def go_on(node: NodeState, task: Task, why: str) -> None:
-    """Order all processes of a task to train again."""
-    node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), why)
+        node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), "its GPUs are free again")
 
 
 def vacate(node: NodeState, task: Task, refusal: str = "") -> None:

@@ -138,7 +138,7 @@ TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
     Starting: (Loading, Waiting, Exited),
     Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
-    Running: (Suspending, Suspended, Resuming, Vacating, Stopping, Exited),
+    Running: (Suspending, Suspended, Vacating, Stopping, Exited),
     Suspending: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
     Suspended: (Running, Resuming, Vacating, Stopping, Exited),
     Resuming: (Running, Suspended, Vacating, Stopping, Exited),

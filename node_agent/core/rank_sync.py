@@ -296,11 +296,10 @@ def _greeted(ranks: Ranks, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Ord
 
 
 def found_suspended(ranks: Ranks, rank: int) -> Ranks:
-    """Return the ranks with this one as suspended, though none was told so."""
-    hellos = ranks.hellos
-    return (
-        replace(ranks, hellos={**hellos, rank: replace(hellos[rank], state="suspended")}) if rank in hellos else ranks
-    )
+    """Return the ranks with this one as suspended, by no order of this node agent."""
+    if rank not in ranks.hellos:
+        return ranks
+    return replace(ranks, hellos={**ranks.hellos, rank: replace(ranks.hellos[rank], state="suspended")})
 
 
 def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:

@@ -85,7 +85,7 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         return
     if isinstance(line, Refused):
         line = replace(line, reason=with_script_words(line.reason))
-    if isinstance(line, SuspendedLine) and task.ranks.world > 1 and _is_unasked(task):
+    if isinstance(line, SuspendedLine) and task.ranks.world > 1 and _runs_without_order(task):
         _rank_parked(node, task, rank)
         return
     ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq, node.facts.incarnation)
@@ -252,7 +252,7 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
     match task.state:
         case Suspending(ladder=asked) if line.seq == _seq(asked):
             what = f"suspended at step {line.step}"
-        case Running() | Suspending() if _is_unasked(task):
+        case Running() | Suspending() if _runs_without_order(task) or ladder.awaits_trough(task):
             what = f"suspended at step {line.step}, as an earlier node agent had ordered"
         case _:
             return
@@ -260,22 +260,24 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
     _suspended(node, node.tasks[task.id], what, told_bytes=line.residue_bytes)
 
 
-def _is_unasked(task: Task) -> bool:
-    """Whether no order of this node agent is about to be answered by a worker that says that it is suspended."""
-    return (isinstance(task.state, Running) and task.ranks.phase is None) or ladder.awaits_trough(task)
+def _runs_without_order(task: Task) -> bool:
+    """Whether a task trains, and has no order of this node agent to stand, to be suspended or to go on."""
+    return isinstance(task.state, Running) and task.ranks.phase is None
 
 
 def _rank_parked(node: NodeState, task: Task, rank: int) -> None:
     """Take in that one process of several is suspended, as an earlier node agent had ordered.
 
-    All go on, of a job on several nodes as soon as a plan says that it runs.
+    All go on, of a job on several nodes as soon as a plan says that it runs. Meanwhile the task counts as running: the
+    others may be on their GPUs.
     """
     what = f"process {rank} is suspended, as an earlier node agent had ordered"
     if task.ranks.apart:
         node.put(replace(task, ranks=rank_sync.found_suspended(task.ranks, rank)))
         node.tell(task.id, what)
     else:
-        ladder.go_on(node, task, f"{what}; all are told to go on")
+        node.effects.append(OrderWorker(task.id, Order("resume", node.facts.incarnation, node.next_order_seq())))
+        node.tell(task.id, f"{what}; all are told to go on")
 
 
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:

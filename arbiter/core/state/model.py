@@ -528,7 +528,7 @@ class App(Struct, frozen=True):
 
     @property
     def has_job_to_start(self) -> bool:
-        """Whether it wants GPUs for a job that can begin on any; parked jobs, and those that wait, want none."""
+        """Whether it wants GPUs for a job that can begin on any: no parked job, and none that waits for no GPU."""
         named = {gpu for job in self.jobs for gpu in job.gpus}
         return self.demand_max > len(named) and any(not (job.gpus or job.suspended) for job in self.jobs)
 
