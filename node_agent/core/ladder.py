@@ -133,6 +133,11 @@ def resume(node: NodeState, task: Task) -> None:
         node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), "its GPUs are free again")
 
 
+def go_on(node: NodeState, task: Task, why: str) -> None:
+    """Have all processes of a task train, of which some stand or are suspended; it keeps its GPUs meanwhile."""
+    node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), why)
+
+
 def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
     """Ask by the gentlest method that the worker has and has not refused."""
     joint = task.ranks.apart and task.stop_at >= 0
@@ -196,7 +201,9 @@ def climb(node: NodeState, task: Task) -> None:
     ladder = task.state.ladder
     if node.now < ladder.deadline:
         return
-    if ladder.rung == "unasked":
+    if ladder.rung == "unasked" and isinstance(task.state, Resuming):
+        go_on(node, task, "asked once more to go on")
+    elif ladder.rung == "unasked":
         _suspend(node, task, "driver", "asked once more")
     elif awaits_trough(task):
         ask_driver(node, task, "no trough of its memory was seen in time")

@@ -7,7 +7,7 @@
 `Running`      said hello, or never will
 `Suspending`   was ordered to park at the next mini-batch boundary
 `Suspended`    parked: alive, its GPU memory in host memory; until its next turn, or because its lease ended
-`Resuming`     was ordered to train again
+`Resuming`     was ordered to train again; of several processes, some may train
 `Vacating`     must leave its GPUs: told to save and go, or being signalled
 `Stopping`     must end for good: being signalled
 `Exited`       gone; `lingering` while its process is not, although its GPU is lost
@@ -41,7 +41,7 @@ from protocol.worker import Order, Progress
 
 REASON_CHARS_MAX = 4000  #: of a sentence that travels every beat
 
-#: `unasked`: the driver could not be asked, and is asked again at the deadline.
+#: `unasked`: the driver could not be asked, or a process would not resume; they are asked again at the deadline.
 Rung = Literal["unasked", "ordered", "probed", "terminated", "killed"]
 
 
@@ -138,11 +138,11 @@ TRANSITIONS: dict[type[State], tuple[type[State], ...]] = {
     Waiting: (Starting, Exited),
     Starting: (Loading, Waiting, Exited),
     Loading: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
-    Running: (Suspending, Suspended, Vacating, Stopping, Exited),
-    Suspending: (Running, Suspending, Suspended, Vacating, Stopping, Exited),
+    Running: (Suspending, Suspended, Resuming, Vacating, Stopping, Exited),
+    Suspending: (Running, Suspending, Suspended, Resuming, Vacating, Stopping, Exited),
     Suspended: (Running, Resuming, Vacating, Stopping, Exited),
-    Resuming: (Running, Suspended, Vacating, Stopping, Exited),
-    Vacating: (Suspending, Stopping, Exited),
+    Resuming: (Running, Suspended, Resuming, Vacating, Stopping, Exited),
+    Vacating: (Suspending, Resuming, Stopping, Exited),
     Stopping: (Exited,),
     Exited: (),
 }

@@ -95,6 +95,11 @@ class Ranks(Struct, frozen=True):
         return len(self.hellos) >= self.world
 
     @property
+    def halted(self) -> bool:
+        """Whether a rank stands or is suspended, by no order that is still to be answered."""
+        return self.phase is None and any(hello.state != "running" for hello in self.hellos.values())
+
+    @property
     def step(self) -> int:
         """The furthest step that is known of any rank."""
         steps = [line.step for line in self.hellos.values()] + [line.step for line in self.news.values()]
@@ -108,8 +113,11 @@ def stand(ranks: Ranks, wish: Order) -> tuple[Ranks, list[Order]]:
 
 def stand_no_more(ranks: Ranks, wish: Order) -> tuple[Ranks, list[Order]]:
     """Have all ranks that stand go on, by `wish`, an order to `resume`; return the orders."""
-    hellos = {rank: replace(hello, state="running") for rank, hello in ranks.hellos.items()}
-    return replace(ranks, phase=None, stood=(-1, False), hellos=hellos), [wish]
+    return replace(ranks, phase=None, stood=(-1, False), hellos=_running(ranks.hellos)), [wish]
+
+
+def _running(hellos: Mapping[int, Hello]) -> dict[int, Hello]:
+    return {rank: replace(hello, state="running") for rank, hello in hellos.items()}
 
 
 def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:
@@ -125,15 +133,13 @@ def ask(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order
     return _hold(ranks, wish, _steps_ahead(ranks), next_seq)
 
 
-def heard(
-    ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq, gen: int
-) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one.
-
-    `gen` is the generation of this node agent, which its orders carry.
-    """
+def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
+    """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
     if isinstance(line, Hello):
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
+    elif isinstance(line, Suspended | Resumed) and rank in ranks.hellos:
+        state = "suspended" if isinstance(line, Suspended) else "running"
+        ranks = replace(ranks, hellos={**ranks.hellos, rank: replace(ranks.hellos[rank], state=state)})
     if isinstance(line, Ready | Late):
         return _promised(ranks, rank, line, next_seq)
     if isinstance(line, Refused) and ranks.told_to_stand is not None:
@@ -142,7 +148,7 @@ def heard(
         return ranks, [], line
     match line:
         case Hello():
-            return _greeted(ranks, next_seq, gen)
+            return ranks, [], _greeted(ranks)
         case Progress():
             ranks = replace(ranks, news={**ranks.news, rank: line})
             return ranks, [], _progress(ranks) if len(ranks.news) >= ranks.world else None
@@ -254,33 +260,35 @@ def _joint_answer(phase: Doing) -> FromWorker:
 
 
 def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Let the other ranks, which stand or have parked already, go on: this one cannot obey."""
+    """Let the other ranks, which stand or have saved already, go on: this one cannot obey.
+
+    Those that are suspended are to be told by an order that is watched.
+    """
     phase = ranks.phase
     if phase is None or line.seq != phase.seq:
         return ranks, [], None
-    together = phase.wish.do in TOGETHER or phase.wish.do == "hold"
-    orders = [Order("resume", phase.wish.gen, next_seq())] if together else []
-    return replace(ranks, phase=None), orders, replace(line, seq=phase.wish.seq)
+    together = phase.wish.do in ("leave", "save", "hold") or (phase.wish.do == "suspend" and ranks.apart)
+    said = replace(line, seq=phase.wish.seq)
+    if not together:
+        return replace(ranks, phase=None), [], said
+    told = replace(ranks, phase=None, hellos=_running(ranks.hellos))
+    return told, [Order("resume", phase.wish.gen, next_seq())], said
 
 
 # --- coming and going -----------------------------------------------------------------------------------------------
 
 
-def _greeted(ranks: Ranks, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Order], FromWorker | None]:
-    """Have the ranks speak as one once all are there; if some are parked without an order, all go on."""
+def _greeted(ranks: Ranks) -> Hello | None:
+    """Return the hello of all ranks as one, once all are there: suspended if all are."""
     if not ranks.complete:
-        return ranks, [], None
+        return None
     hellos = [ranks.hellos[each] for each in sorted(ranks.hellos)]
     states = {hello.state for hello in hellos}
     state: Literal["running", "suspended"] = "suspended" if states == {"suspended"} else "running"
-    orders = []
-    if not ranks.apart and ranks.phase is None and len(states | {"running"}) > 1 and state == "running":
-        # A node agent died between the two phases. Of a job on several nodes, the next plan says how to go on.
-        orders = [Order("resume", gen, next_seq())]
     first = hellos[0]
     sizes = [hello.state_bytes for hello in hellos]  # 0: that one does not know it yet
     metrics, diverged = newest_metrics(*((hello.metrics, hello.diverged) for hello in reversed(hellos)))
-    line = replace(
+    return replace(
         first,
         state=state,
         step=min(hello.step for hello in hellos),
@@ -292,14 +300,6 @@ def _greeted(ranks: Ranks, next_seq: NextSeq, gen: int) -> tuple[Ranks, list[Ord
         metrics=metrics,
         diverged=diverged,
     )
-    return ranks, orders, line
-
-
-def found_suspended(ranks: Ranks, rank: int) -> Ranks:
-    """Return the ranks with this one as suspended, by no order of this node agent."""
-    if rank not in ranks.hellos:
-        return ranks
-    return replace(ranks, hellos={**ranks.hellos, rank: replace(ranks.hellos[rank], state="suspended")})
 
 
 def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:

@@ -88,10 +88,13 @@ def _guide(node: NodeState, task: Task) -> None:
     """Have a living worker obey the wish; one that may still say hello is asked to leave only after that."""
     greeting = isinstance(task.state, Loading) and not task.facts.hello and node.now < task.state.hello_by
     leaves = task.want == "vacate" and not task.stands
-    if leaves and not greeting:
-        ladder.vacate(node, task)
-    elif task.want == "stop":
+    if task.want == "stop":
         ladder.stop(node, task, "stopped", task.reason)
+    elif isinstance(task.state, Running) and task.ranks.halted and not task.ranks.apart:
+        # By an order to an earlier node agent. It hears no other before it trains.
+        ladder.go_on(node, task, "told to go on, as it stands by an order of an earlier node agent")
+    elif leaves and not greeting:
+        ladder.vacate(node, task)
     elif isinstance(task.state, Loading) and node.now >= task.state.hello_by:
         node.enter_running(task, "said no hello in time; treated as a program without the library")
     elif isinstance(task.state, Running) and task.want == "run" and not node.sharing.has_turn(task):

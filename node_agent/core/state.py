@@ -48,7 +48,8 @@ class NodeState:
         self.methods = SuspendMethods(facts, self.gpus)
         self.sharing = Sharing(facts, self.gpus, self.methods)
         self.lessons: dict[JobId, Lesson] = {}  #: by job: what its attempts have shown here, the newest last
-        self.order_seq = 0
+        #: An answer to an order of an earlier node agent must not be taken for one to an order of this one.
+        self.order_seq = facts.incarnation % 2**20 * 2**32
         self.mps_faults: dict[TaskId, MpsFault] = {}
         self.mps_failed_at: dict[GpuId, float] = {}  #: when a client of MPS last failed on each device
         self.sample_asked = 0  #: the newest mark for which a measurement was asked

@@ -85,10 +85,7 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         return
     if isinstance(line, Refused):
         line = replace(line, reason=with_script_words(line.reason))
-    if isinstance(line, SuspendedLine) and task.ranks.world > 1 and _runs_without_order(task):
-        _rank_parked(node, task, rank)
-        return
-    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq, node.facts.incarnation)
+    ranks, orders, said = rank_sync.heard(task.ranks, rank, line, node.next_order_seq)
     if ranks is not task.ranks:
         node.put(replace(task, ranks=ranks))
     for order in orders:
@@ -172,15 +169,24 @@ def _hello(node: NodeState, task: Task, line: Hello) -> None:
         case Suspended() if not parked:
             node.enter_state(task, Running(), "said hello, running although it was thought suspended")
         case Suspending() | Resuming() | Vacating():
-            ladder = task.state.ladder
-            if ladder.order is not None and ladder.rung in ("ordered", "probed"):
-                ranks, orders = rank_sync.repeated_orders(task.ranks, ladder.order, node.next_order_seq)
-                node.put(replace(task, ranks=ranks))
-                node.effects += [OrderWorker(task.id, order) for order in orders]
+            _repeat(node, task, task.state.ladder)
         case Running() if task.ranks.told_to_stand is not None:
             node.effects.append(OrderWorker(task.id, task.ranks.told_to_stand))
         case _:
             pass
+
+
+def _repeat(node: NodeState, task: Task, asked: Ladder) -> None:
+    """Repeat the order that a task has been given, as a process of it has connected anew."""
+    if asked.order is None or asked.rung not in ("ordered", "probed"):
+        return
+    if task.ranks.world > 1 and task.ranks.halted and not task.ranks.apart:
+        # It was given before they had connected. Those that are suspended could not stand with the others.
+        ladder.go_on(node, task, "told to go on first, as not all its processes are where the others are")
+        return
+    ranks, orders = rank_sync.repeated_orders(task.ranks, asked.order, node.next_order_seq)
+    node.put(replace(task, ranks=ranks))
+    node.effects += [OrderWorker(task.id, order) for order in orders]
 
 
 def _take_final(node: NodeState, task: Task, metrics: Mapping[str, float], diverged: Iterable[str]) -> None:
@@ -252,32 +258,14 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
     match task.state:
         case Suspending(ladder=asked) if line.seq == _seq(asked):
             what = f"suspended at step {line.step}"
-        case Running() | Suspending() if _runs_without_order(task) or ladder.awaits_trough(task):
+        case Running() if task.ranks.phase is None:
+            what = f"suspended at step {line.step}, as an earlier node agent had ordered"
+        case Suspending() if ladder.awaits_trough(task):
             what = f"suspended at step {line.step}, as an earlier node agent had ordered"
         case _:
             return
     node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
     _suspended(node, node.tasks[task.id], what, told_bytes=line.residue_bytes)
-
-
-def _runs_without_order(task: Task) -> bool:
-    """Whether a task trains, and has no order of this node agent to stand, to be suspended or to go on."""
-    return isinstance(task.state, Running) and task.ranks.phase is None
-
-
-def _rank_parked(node: NodeState, task: Task, rank: int) -> None:
-    """Take in that one process of several is suspended, as an earlier node agent had ordered.
-
-    All go on, of a job on several nodes as soon as a plan says that it runs. Meanwhile the task counts as running: the
-    others may be on their GPUs.
-    """
-    what = f"process {rank} is suspended, as an earlier node agent had ordered"
-    if task.ranks.apart:
-        node.put(replace(task, ranks=rank_sync.found_suspended(task.ranks, rank)))
-        node.tell(task.id, what)
-    else:
-        node.effects.append(OrderWorker(task.id, Order("resume", node.facts.incarnation, node.next_order_seq())))
-        node.tell(task.id, f"{what}; all are told to go on")
 
 
 def _suspended(node: NodeState, task: Task, what: str, *, by_driver: bool = False, told_bytes: int = 0) -> None:
@@ -398,7 +386,10 @@ def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
     node.learn(task.id, refused=(*task.facts.refused, do), refusal=reason)
     node.tell(task.id, f"refused to {do}: {reason}")
     task = node.tasks[task.id]
-    if task.want == "run" and isinstance(task.state, Suspending):
+    if task.ranks.world > 1 and do == "suspend" and not task.ranks.apart:
+        # Some of its processes may be suspended, and could not hear of another method.
+        ladder.go_on(node, task, "all its processes are to go on, as one cannot be suspended")
+    elif task.want == "run" and isinstance(task.state, Suspending):
         node.enter_state(task, Running(), "goes on, as it cannot be suspended")
     else:
         ladder.vacate(node, task, refusal=reason)
@@ -407,7 +398,8 @@ def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
 def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = False) -> None:
     """Leave the worker parked and ask again later: the memory of another process may still have been in its way.
 
-    With `again` it was not asked, which counts as no refusal.
+    Of several processes, those that have not refused are on their GPUs, so that the task keeps these. With `again` the
+    driver was not asked, which counts as no refusal.
     """
     if not again:
         node.learn(task.id, refused=(*task.facts.refused, "resume"))
@@ -418,8 +410,12 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
         ladder.terminate(node, task, f"could not be resumed ({reason})", ladder.TERMINATE_S)
         return
     proof_by, retry_at = node.now + node.facts.park_proof_s, node.now + ladder.ASK_AGAIN_S
-    parked = Suspended(proof_by, reason, retry_at, by_driver)
-    node.enter_state(task, parked, f"could not be resumed: {reason}")
+    if task.ranks.world > 1 and not by_driver:
+        some = Resuming(Ladder("unasked", retry_at))
+        node.enter_state(task, some, f"one of its processes could not be resumed, all are asked again: {reason}")
+    else:
+        parked = Suspended(proof_by, reason, retry_at, by_driver)
+        node.enter_state(task, parked, f"could not be resumed: {reason}")
 
 
 def _move_refused(node: NodeState, task: Task, reason: str) -> None:

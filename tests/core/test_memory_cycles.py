@@ -20,7 +20,7 @@ from node_agent.core.ladder import DRIVER_GRACE_S, READY_S, TROUGH_CYCLES
 from node_agent.core.measurements import PASSES_S, SAMPLE_AFTER_S, SAMPLE_EVERY_S, SAMPLE_KNOWN_S
 from node_agent.introspection import Estimate, agreed, from_counter
 from protocol.messages import StepSource, TaskId
-from protocol.worker import TROUGH_S, Counted, Order, Refused, Suspended
+from protocol.worker import TROUGH_S, Counted, Order, Refused, Resumed, Suspended
 from tests.support.node_harness import GIB, Bench, hello, process, progress, sample, task_order
 
 TASK = "ana-1.0-a0"
@@ -184,6 +184,24 @@ def test_the_driver_does_not_suspend_a_task_that_obeys_an_earlier_node_agent_and
     bench.measure()
     bench.plan(task_order(TASK, 0))
     assert bench.ordered().do == "resume"
+
+
+def test_a_worker_that_obeys_an_earlier_node_agent_as_the_driver_suspends_it_is_told_to_go_on() -> None:
+    """The driver would resume a process that stands, and is taken for one that trains."""
+    bench = cyclic()
+    order = leave(bench)
+    bench.worker(TASK, replace(progress(-1), step_s=0.0, seq=order.seq))
+    assert bench.only(CheckpointProcess).do == "suspend"
+    bench.worker(TASK, Suspended(order.seq + 7, 6, GIB, 0, 0.1))
+    bench.say(ProcessCheckpointed(TaskId(TASK), "suspend", ok=True, seconds=1.0, bytes=GIB))
+    bench.measure()
+    bench.plan(task_order(TASK, 0))
+    assert bench.only(CheckpointProcess).do == "resume"
+    bench.say(ProcessCheckpointed(TaskId(TASK), "resume", ok=True, seconds=1.0))
+    order = bench.ordered()
+    assert order.do == "resume"
+    bench.worker(TASK, Resumed(order.seq, 6, 0.1))
+    assert bench.status(TASK).phase == "running"
 
 
 def test_the_driver_suspends_a_task_once_its_worker_says_that_its_memory_is_at_a_trough() -> None:

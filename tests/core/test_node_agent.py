@@ -21,7 +21,6 @@ from node_agent.core.events import (
     StartFailed,
     StartWorker,
     TakeSample,
-    WorkerDisconnected,
     WorkerNote,
     WorkerSaid,
     WorkerStarted,
@@ -44,7 +43,7 @@ from protocol.messages import (
     TaskOrder,
     Want,
 )
-from protocol.worker import EXIT_REQUEUE, Finished, Late, Ready, Refused, Resumed, Saved, Stacks, Suspended
+from protocol.worker import Finished, Late, Ready, Refused, Resumed, Saved, Stacks, Suspended
 from tests.support.node_harness import GIB, MIB, Bench, gpu, hello, process, progress, sample, task_order
 
 A, B = "ada-1.0-a0", "bob-1.0-a0"
@@ -1036,67 +1035,3 @@ def test_time_that_goes_back_is_our_own_bug(bench: Bench) -> None:
     core: NodeAgent = bench.core
     with pytest.raises(AssertionError, match="time went back"):
         core.handle(Connected(), 1.0)
-
-
-# --- a task of several training processes -----------------------------------------------------------------------------
-
-
-def two_ranks() -> Bench:
-    """A task of two training processes on two GPUs, both at step 5."""
-    bench = Bench()
-    bench.plan(task_order("ana-1.0-a0", 0, 1))
-    bench.say(WorkerStarted(TaskId("ana-1.0-a0"), 100))
-    for rank in (0, 1):
-        bench.say(WorkerSaid(TaskId("ana-1.0-a0"), hello("ana-1.0-a0", rank=rank, world=2, checkpoint=True), rank))
-    for rank in (0, 1):
-        bench.say(WorkerSaid(TaskId("ana-1.0-a0"), progress(5, checkpoint=True), rank))
-    return bench
-
-
-def test_a_task_of_two_processes_runs_once_both_have_said_hello() -> None:
-    bench = Bench()
-    bench.plan(task_order("ana-1.0-a0", 0, 1))
-    bench.say(WorkerStarted(TaskId("ana-1.0-a0"), 100))
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), hello("ana-1.0-a0", rank=1, world=2), 1))
-    assert bench.status("ana-1.0-a0").phase == "starting"
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), hello("ana-1.0-a0", rank=0, world=2), 0))
-    assert bench.status("ana-1.0-a0").phase == "running"
-
-
-def test_a_task_of_two_processes_leaves_at_a_step_that_both_have_promised() -> None:
-    bench = two_ranks()
-    bench.plan(task_order("ana-1.0-a0", 0, 1, want="vacate"))
-    hold = bench.ordered()
-    assert (hold.do, hold.at_step > 5) == ("hold", True)
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), Ready(hold.seq, 5), 1))
-    assert bench.all(OrderWorker) == []
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), Ready(hold.seq, 6), 0))
-    leave = bench.ordered()
-    assert (leave.do, leave.at_step) == ("leave", hold.at_step)
-    for rank in (0, 1):
-        bench.say(WorkerSaid(TaskId("ana-1.0-a0"), Saved(leave.seq, leave.at_step, "/c", 0.1, True), rank))
-    bench.gone("ana-1.0-a0", EXIT_REQUEUE)
-    assert bench.status("ana-1.0-a0").outcome == "preempted"
-
-
-def test_a_process_that_hangs_in_a_collective_never_promises_and_the_whole_task_is_killed() -> None:
-    bench = two_ranks()
-    bench.plan(task_order("ana-1.0-a0", 0, 1, want="vacate", grace_s=30.0))
-    hold = bench.ordered()
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), Ready(hold.seq, 5), 1))
-    effects = bench.wait(60.0)
-    signals = [effect.how for effect in effects if isinstance(effect, SignalWorker)]
-    assert signals[:2] == ["terminate", "kill"]
-    bench.gone("ana-1.0-a0", signal=9)
-    assert bench.status("ana-1.0-a0").outcome == "preempted"
-    assert "did not leave in time" in bench.status("ana-1.0-a0").reason
-
-
-def test_after_a_reconnect_of_one_process_the_hold_is_said_again_and_no_rank_parks_alone() -> None:
-    bench = two_ranks()
-    bench.plan(task_order("ana-1.0-a0", 0, 1, want="vacate"))
-    hold = bench.ordered()
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), Ready(hold.seq, 5), 1))
-    bench.say(WorkerDisconnected(TaskId("ana-1.0-a0"), 0))
-    bench.say(WorkerSaid(TaskId("ana-1.0-a0"), hello("ana-1.0-a0", rank=0, world=2, checkpoint=True, step=6), 0))
-    assert bench.ordered() == hold

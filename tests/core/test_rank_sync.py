@@ -36,8 +36,7 @@ class Table:
         return orders
 
     def hear(self, rank: int, line: object) -> tuple[list[Order], object]:
-        numbers = (lambda: next(self.seqs)), 8
-        self.ranks, orders, said = rank_sync.heard(self.ranks, rank, line, *numbers)  # type: ignore[arg-type]
+        self.ranks, orders, said = rank_sync.heard(self.ranks, rank, line, lambda: next(self.seqs))  # type: ignore[arg-type]
         return orders, said
 
 
@@ -95,13 +94,27 @@ def test_the_task_is_suspended_when_all_its_processes_are_and_their_bytes_add_up
     assert table.ranks.phase is None
 
 
-def test_when_one_cannot_park_those_that_have_go_on() -> None:
+def test_when_one_cannot_park_the_task_refuses_and_those_that_have_are_known_to_stand() -> None:
     table = Table()
     order = suspend(table)
     table.hear(0, Suspended(order.seq, 25, 100, 1, 0.1))
-    (resume,), said = table.hear(1, Refused(order.seq, "a CUDA graph is alive"))
-    assert (resume.do, said) == ("resume", Refused(WISH.seq, "a CUDA graph is alive"))
+    assert not table.ranks.halted, "an order is still to be answered"
+    assert table.hear(1, Refused(order.seq, "no memory")) == ([], Refused(WISH.seq, "no memory"))
+    assert table.ranks.halted
     assert table.hear(0, Suspended(order.seq, 25, 100, 1, 0.1)) == ([], None), "an answer to an order that is over"
+    (resume,) = table.ask(Order("resume", 7, 30))
+    table.hear(1, Resumed(resume.seq, 25, 0.0))
+    table.hear(0, Resumed(resume.seq, 25, 0.1))
+    assert not table.ranks.halted
+
+
+def test_when_one_cannot_save_those_that_stand_go_on() -> None:
+    table = Table()
+    (hold,) = table.ask(Order("leave", 7, 1))
+    table.hear(0, Ready(hold.seq, 6))
+    (leave,), _ = table.hear(1, Ready(hold.seq, 6))
+    (resume,), said = table.hear(1, Refused(leave.seq, "the disk is full"))
+    assert (resume.do, resume.gen, said) == ("resume", 7, Refused(1, "the disk is full"))
 
 
 def test_an_order_that_needs_no_common_step_goes_to_all_and_is_done_when_all_answer() -> None:
@@ -139,14 +152,14 @@ def test_after_a_reconnect_the_order_of_the_present_phase_is_said_again() -> Non
     assert orders == [order]
 
 
-def test_a_new_node_agent_lets_all_go_on_if_the_last_one_died_between_the_phases() -> None:
+def test_a_task_counts_as_running_if_a_node_agent_died_between_the_phases() -> None:
     table = Table(world=1)
     table.ranks = Ranks()
     assert table.hear(0, hello(0, state="suspended")) == ([], None)
-    orders, said = table.hear(1, replace(hello(1, state="held"), gen=7))
-    assert [(order.do, order.gen) for order in orders] == [("resume", 8)], "a worker ignores those of an older one"
+    _, said = table.hear(1, replace(hello(1, state="held"), gen=7))
     assert isinstance(said, Hello)
     assert said.state == "running"
+    assert table.ranks.halted
 
 
 def test_ranks_that_are_all_parked_stay_parked() -> None:
@@ -157,6 +170,16 @@ def test_ranks_that_are_all_parked_stay_parked() -> None:
     assert orders == []
     assert isinstance(said, Hello)
     assert said.state == "suspended"
+
+
+def test_all_are_parked_if_one_connects_anew_that_is_parked_with_the_others() -> None:
+    table = Table()
+    order = suspend(table)
+    for rank in (0, 1):
+        table.hear(rank, Suspended(order.seq, 25, 100, 1, 0.1))
+    table.ranks = rank_sync.parted(table.ranks, 1)
+    orders, said = table.hear(1, hello(1, state="suspended"))
+    assert (orders, getattr(said, "state", "")) == ([], "suspended")
 
 
 def test_old_news_of_a_rank_does_not_undo_a_step_that_was_saved() -> None:
@@ -229,3 +252,12 @@ def test_a_new_node_agent_leaves_ranks_standing_that_others_elsewhere_may_stand_
     table.ranks, orders = rank_sync.stand_no_more(table.ranks, Order("resume", 8, 1))
     assert [order.do for order in orders] == ["resume"]
     assert {line.state for line in table.ranks.hellos.values()} == {"running"}
+
+
+def test_of_a_job_on_several_nodes_those_that_are_suspended_go_on_if_another_cannot_be() -> None:
+    table = Table()
+    table.ranks = replace(table.ranks, apart=True)
+    (order,) = table.ask(Order("suspend", 7, 30, at_step=40))
+    table.hear(0, Suspended(order.seq, 40, 100, 1, 0.1))
+    (resume,), said = table.hear(1, Refused(order.seq, "no memory"))
+    assert (resume.do, said) == ("resume", Refused(30, "no memory"))

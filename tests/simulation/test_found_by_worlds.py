@@ -340,19 +340,6 @@ def test_a_worker_that_is_suspended_as_an_earlier_node_agent_had_ordered_goes_on
     assert bench.status(name).phase == "running"
 
 
-def test_a_task_of_which_one_process_cannot_go_on_keeps_its_gpu() -> None:
-    """The other may train there: taken for suspended, it would be on a seat that another task may have."""
-    bench, name = NodeBench(), TaskId("a-1.0-a0")
-    bench.run(name, 0)
-    for rank in range(2):
-        bench.say(WorkerSaid(name, hello(name, step=5, rank=rank, world=2), rank))
-    bench.say(WorkerSaid(name, Suspended(seq=999, step=6, bytes=1, residue_bytes=0, seconds=0.1), 0))
-    bench.say(WorkerSaid(name, Refused(bench.ordered().seq, "out of memory"), 0))
-    bench.measure()
-    assert bench.status(name).phase == "running"
-    assert not bench.gpu_status(0).empty
-
-
 def test_ranks_that_are_suspended_do_not_go_on_as_one_of_them_says_so_twice() -> None:
     bench, name = NodeBench(), TaskId("a-1.0-a0")
     bench.run(name, 0)
