@@ -7,7 +7,8 @@ time is told apart (``decide_s``).
 
 Cases: nodes that enrol, and one that is lost and returns; a beat, in which all is restated; a round in which nothing
 moves, with apps that wait, and one of auctions, in which no app is asked, as all have stated their valuation; a crowd
-of apps that wait for 64 GPUs, all of them considered, the auction included; a round that renews the lease of every GPU;
+of apps that wait for 64 GPUs, all of them considered, the auction included; apps that name the kind of their GPUs, the
+auction included, beside equal apps that name none; a round that renews the lease of every GPU;
 one that gives every GPU to another app, until the last of these runs; guests on shared GPUs, until all of them run; and
 thousands of apps that are submitted and wait. One case is of decisions alone, every app being told why: `maxmin-ftf`
 beside `las`, 1,024 GPUs in play and 1,000 apps, of which none moves. Renewing stands beside a bare table, the least
@@ -72,7 +73,7 @@ Case = dict[str, Any]
 QUIET = ArbiterSettings(
     beat_s=1e9, node_timeout_s=1e10, app_timeout_s=1e10, admission_wait_s=0.0, lease_s=600.0, round_pause_s=1.0
 )
-GPUS = 8
+GPUS, MODEL = 8, "H200"
 GIB = 2**30
 LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="/tmp/checkpoints")
 APPS_PER_OWNER = 100
@@ -89,6 +90,7 @@ GOALS = {
     "still": 0.05,
     "auction": 0.05,
     "crowd": 0.05,
+    "kinds": 1.5,
     "renewed": 0.05e-3,
     "moved": 0.05e-3,
     "guests": 0.1,
@@ -98,7 +100,7 @@ GOALS = {
 #: Cases that are told per GPU.
 EACH = ("renewed", "moved")
 #: Cases that are told over another figure of theirs.
-OVER = {"ahead": "las_s"}
+OVER = {"ahead": "las_s", "kinds": "plain_s"}
 #: Cases in which every app is told why it got what it got, as on a site of that size.
 TOLD = ("ahead",)
 WORDS = {
@@ -107,6 +109,8 @@ WORDS = {
     "still": "calibrated seconds of a round in which nothing moves, {nodes} nodes, {waiting} apps waiting",
     "auction": "calibrated seconds of a round of auctions, all leases in play, {nodes} nodes, {waiting} apps waiting",
     "crowd": "calibrated seconds of a round of auctions, policy included, with {crowd} apps that wait for 64 GPUs",
+    "kinds": "a round of auctions, policy included, of apps that name the kind of their GPUs, over one of apps that "
+    "name none, {nodes} nodes, {waiting} apps waiting",
     "renewed": "calibrated seconds per GPU that is renewed",
     "moved": "calibrated seconds per GPU of a round that gives it to another app",
     "guests": "calibrated seconds of the slowest round with {guests} guests",
@@ -130,6 +134,7 @@ class Site:
         self.plans: dict[NodeId, NodePlan] = {}
         self.rack: dict[NodeId, int] = {}
         self.gangs: dict[AppId, int] = {}
+        self.requirements = Requirements()  #: the wishes of all apps
         self.holds: dict[AppId, tuple[GpuId, ...]] = {}
         self.messages = 0
         self.asked = 0  #: probes and offers among them
@@ -195,7 +200,7 @@ class Site:
         plan = self.plans.get(node)
         used = {gpu for task in tasks for gpu in task.gpus}
         gpus = [
-            GpuStatus(gpu, "H200", 140 * GIB, f"slot-{index // 4}", healthy=True, empty=gpu not in used)
+            GpuStatus(gpu, MODEL, 140 * GIB, f"slot-{index // 4}", healthy=True, empty=gpu not in used)
             for index in range(GPUS)
             for number in range(plan.seats if plan is not None else 1)
             for gpu in (seat(GpuId(f"GPU-{name}-{index}"), number),)
@@ -257,7 +262,7 @@ class Site:
             gang=gang,
             demand_max=gang,
             jobs=(JobWish(JobId(f"{app}.0"), max(1, attempt), gpus, LAUNCH),),
-            requirements=Requirements(),
+            requirements=self.requirements,
             left_s=3600.0,
             left_gpu_s=3600.0 * gang,
             standing=_standing(gang),
@@ -301,9 +306,16 @@ def enrolled(site: Site, nodes: int) -> None:
     site.settle()
 
 
-def full(size: Mapping[str, int], policy: str, calibration: Calibration, **more: Any) -> Site:
+def full(
+    size: Mapping[str, int],
+    policy: str,
+    calibration: Calibration,
+    requirements: Requirements | None = None,
+    **more: Any,
+) -> Site:
     """Return a site on each of whose nodes one app of 8 GPUs runs."""
     site = Site(replace(QUIET, policy=policy, **more), calibration)
+    site.requirements = requirements or site.requirements
     enrolled(site, size["nodes"])
     for number in range(size["nodes"]):
         site.submit(number, GPUS)
@@ -399,6 +411,29 @@ def crowding(size: Mapping[str, int], calibration: Calibration) -> Case:
         assert len(site.holders()) > GPUS * (CROWDED_NODES - 1), "no app got the free GPUs"
         assert site.asked == 0, f"{site.asked} questions were sent to apps that have stated their valuation"
     return {"spent_s": sorted(costs)[len(costs) // 2], "parts": 1, "decide_s": site.decide_s}
+
+
+def naming(size: Mapping[str, int], calibration: Calibration) -> Case:
+    """Let apps that name the kind of their GPUs wait for those of a few nodes, and equal apps that name none."""
+    named_s = _shared_out_s(size, calibration, Requirements(gpu_types=(MODEL,)))
+    return {"spent_s": named_s, "parts": 1, "plain_s": _shared_out_s(size, calibration, Requirements())}
+
+
+def _shared_out_s(size: Mapping[str, int], calibration: Calibration, requirements: Requirements) -> float:
+    """Return what a round takes in which a sixteenth of all nodes is free at once."""
+    site = full(size, "themis", calibration, requirements, ask_max=0)
+    for number in range(size["nodes"], size["nodes"] + size["waiting"]):
+        site.submit(number, 1 + number % 4)
+    site.wait(1.0)
+    costs = []
+    for _ in range(3):
+        site.spent_s, site.decide_s, held = 0.0, 0.0, sorted(site.holds)[: size["nodes"] // 16]
+        for app in held:
+            site.finish(app)
+        site.wait(2.0)
+        costs.append(site.spent_s + site.decide_s)
+    assert len(set(site.holders().values())) > size["nodes"], "no app that waited got GPUs"
+    return sorted(costs)[len(costs) // 2]
 
 
 def _stay(effect: Decide) -> Decided:
@@ -539,6 +574,7 @@ CASES: dict[str, Callable[[Mapping[str, int], Calibration], Case]] = {
     "still": resting,
     "auction": auctioning,
     "crowd": crowding,
+    "kinds": naming,
     "renewed": renewing,
     "moved": moving,
     "guests": guesting,

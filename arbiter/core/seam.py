@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Final, Literal
 
 from msgspec import Struct, field
@@ -47,6 +48,15 @@ class TenantView(Struct, frozen=True):
     quota_gpu_s: float = 0.0  #: of its quota, whatever it wanted: Eq. 16
     #: By group of its apps (`AppView.fair_group`): the fair time of one app that was in it all along (Eq. 15).
     fair_groups: Mapping[str, float] = {}
+
+
+class GpuNames(tuple[GpuId, ...]):  # noqa: SLOT001 - what is made once is kept in its `__dict__`
+    """GPUs by id, rising, which many apps have in common; their set is made once for all of them."""
+
+    @cached_property
+    def names(self) -> frozenset[GpuId]:
+        """The set of them."""
+        return frozenset(self)
 
 
 class GpuView(Struct, frozen=True):
@@ -192,10 +202,15 @@ class AppView(Struct, frozen=True):
 
     def usable(self, gpus: Iterable[GpuView]) -> Iterable[GpuView]:
         """Return those of `gpus` that it can use at all."""
+        able = self.only_names
+        return gpus if able is None else [gpu for gpu in gpus if gpu.gpu in able]
+
+    @property
+    def only_names(self) -> frozenset[GpuId] | None:
+        """The set of `only`."""
         if self.only is None:
-            return gpus
-        able = frozenset(self.only)
-        return [gpu for gpu in gpus if gpu.gpu in able]
+            return None
+        return self.only.names if isinstance(self.only, GpuNames) else frozenset(self.only)
 
     @property
     def chunk(self) -> int:

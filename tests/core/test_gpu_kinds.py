@@ -8,8 +8,13 @@ from msgspec.structs import replace
 
 from arbiter.core.effects import Decided
 from arbiter.core.registry import POLICIES
+from arbiter.core.rounds import seats
 from arbiter.core.rounds.decision import decide
+from arbiter.core.rounds.views import make_view
+from arbiter.core.seam import GpuNames
+from arbiter.core.state.index import KINDS_KEPT
 from arbiter.core.state.model import Active, ArbiterSettings, Draining, Refused
+from arbiter.core.turn import Turn
 from arbiter.core.whatif import Obstacle, WhatIf
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
@@ -364,3 +369,36 @@ def test_the_capacity_names_the_kinds_of_nodes() -> None:
         "ask for at most 1 with --gpus, or for another kind",
     )
     assert {NodeId(node) for node in site.arbiter.state.nodes} == {"n1", "n2", "n3"}
+
+
+def test_apps_that_name_one_kind_can_use_the_very_same_gpus_also_after_one_was_ill() -> None:
+    """A round deals with what they have in common once, and not for each of them."""
+    site = a_site()
+    index, wished = site.arbiter._index, Requirements(gpu_types=("H200",))
+    before = index.suited(wished).gpus
+    assert before == tuple(names("n2", 0, 1))
+    assert before.names == frozenset(before)
+    index.recount()
+    assert index.suited(wished).gpus is before
+    assert index.suited(Requirements(gpu_types=("A100",))).gpus == tuple(names("n1", 0, 1))
+    for number in range(2 * KINDS_KEPT):
+        index._kept(GpuNames([GpuId(f"GPU-{number}")]))
+    assert len(index._names) == KINDS_KEPT
+
+
+def test_apps_that_name_one_kind_are_offered_the_same_gpus_once() -> None:
+    site = a_site("themis")
+    for app in ("ada-1", "ada-2"):
+        site.app(
+            app,
+            gang=1,
+            demand=1,
+            left_s=1000.0,
+            left_gpu_s=1000.0,
+            ideal_s=1000.0,
+            gpu_types=("H200",),
+        )
+    turn = Turn(site.arbiter.state, site.now, site.arbiter._index)
+    offers = seats.instead(turn, make_view(turn, seats.shown(turn), {}))
+    assert offers[AppId("ada-1")] is offers[AppId("ada-2")]
+    assert [gpu.gpu for gpu in offers[AppId("ada-1")]] == names("n2", 0, 1)

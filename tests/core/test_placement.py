@@ -4,16 +4,16 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arbiter.core.placement import lots
-from arbiter.core.placement.assignment import Holes, pick
+from arbiter.core.placement.assignment import PARTS_KEPT, Deal, Holes, pick
 from arbiter.core.placement.locality import LOOSENESS, group, place_of
 from arbiter.core.placement.lots import draw
-from arbiter.core.seam import GpuView
+from arbiter.core.seam import GpuNames, GpuView
 from protocol.messages import LEVELS, GpuId, Level, locality
-from tests.support.auctions import app_of, gpus_of
+from tests.support.auctions import app_of, gpus_of, view_of
 from tests.support.wishes import replace
 
 
@@ -244,3 +244,54 @@ def test_the_best_node_is_the_one_that_a_look_at_all_would_find(acts: list[tuple
                     fits = (0, *disturbed, len(pool)) if take == left else (1, -take, *disturbed, len(pool))
                     keys.append((fits, node, take))
             assert holes.best(left, chunk) == (min(keys)[1:] if keys else None)
+
+
+DEALT = st.lists(
+    st.tuples(
+        st.sampled_from(["fill", "renew", "back", "aside", "depart", "level"]), st.integers(0, 5), st.integers(1, 4)
+    ),
+    max_size=20,
+)
+
+
+@example([("fill", 1, 2), ("back", 1, 1), ("fill", 3, 4)])
+@given(DEALT)
+def test_apps_that_can_use_the_same_gpus_get_what_each_would_if_it_named_them_alone(
+    acts: list[tuple[str, int, int]],
+) -> None:
+    """What is left for them is kept between two of them: it must follow all that happens to what is left."""
+    gpus = gpus_of(4, 4, 4)
+    of_kinds = [GpuNames(gpu.gpu for gpu in gpus[:8]), GpuNames(gpu.gpu for gpu in gpus[4:])]
+    apps = [app_of(f"a-{each}", gang=1 + each % 2, only=()) for each in range(6)]
+    apps = [replace(app, only=of_kinds[each % 2]) for each, app in enumerate(apps)]
+    apps[0] = replace(apps[0], renewable=tuple(gpu.gpu for gpu in gpus[2:6]))
+    kept, alone = Deal(view_of(gpus, apps)), Deal(view_of(gpus, apps))
+    for act, number, count in acts:
+        own = replace(apps[number], only=tuple(apps[number].only or ()))  # no other app names this very object
+        assert [gpu.gpu for gpu in kept._pool(apps[number])] == [gpu.gpu for gpu in alone._pool(own)]
+        assert kept._pool(apps[number]).departures == alone._pool(own).departures
+        for deal, app in ((kept, apps[number]), (alone, own)):
+            match act:
+                case "fill":
+                    deal.fill(app, count * app.gang)
+                case "renew":
+                    deal.renew(app)
+                case "back":
+                    deal.take_back(app.app)
+                case "aside":
+                    deal.set_aside(app, 1)
+                case "depart":
+                    deal.left.add_departure(gpus[number].gpu, count)
+                case _:
+                    deal.left.level_departures()
+        assert kept.assign == alone.assign
+        assert kept.hole(apps[number]) == alone.hole(own)
+        assert kept.misfit(apps[number]) == alone.misfit(own)
+
+
+def test_what_is_left_is_kept_for_few_kinds() -> None:
+    gpus = gpus_of(4)
+    deal = Deal(view_of(gpus, []))
+    for each in range(3 * PARTS_KEPT):
+        deal.hole(replace(app_of(f"a-{each}"), only=GpuNames(gpu.gpu for gpu in gpus)))
+    assert len(deal._parts) == PARTS_KEPT

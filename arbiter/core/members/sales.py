@@ -148,7 +148,7 @@ def _ask_policy(turn: Turn, asks: tuple[Ask, ...], earlier: tuple[AppId, ...] = 
     asking_ = [state.apps[ask.app.app] for ask in asks]
     homes = {each.id: there for each in (*asking_, *booked) if (there := _nodes_of(turn, each))}
     wishing = [each for each in (*asking_, *booked) if gpu_kinds.wishes_kind(each.requirements)]
-    kinds = {each.id: _usable(turn, turn.index.suited(each.requirements).names) for each in wishing}
+    kinds = {each.id: _usable(turn, turn.index.suited(each.requirements).gpus.names) for each in wishing}
     booked_ = tuple(_asking_now(turn, each) for each in booked)
     places = _places_of(turn, (*asking_, *booked))
     market = Market(turn.now, _usable(turn), booked_, state.asked, homes, kinds, places)
@@ -396,7 +396,7 @@ def _places_of(turn: Turn, apps: Iterable[App]) -> dict[AppId, tuple[Place, ...]
 def _places(turn: Turn, app: App) -> tuple[Place, ...]:
     """Return the places of the level of an app, with the usable GPUs of its kind; none if that does not bind it."""
     state = turn.state
-    among = turn.index.suited(app.requirements).names if gpu_kinds.wishes_kind(app.requirements) else None
+    among = turn.index.suited(app.requirements).gpus.names if gpu_kinds.wishes_kind(app.requirements) else None
     places: dict[tuple[str, ...], Counter[NodeId]] = defaultdict(Counter)
     for view in turn.index.census()[2]:
         if model.usable(state, state.gpus[view.gpu]) and (among is None or view.gpu in among):

@@ -24,6 +24,8 @@ from protocol.messages import AppId, GpuId, Level, NodeId, locality
 
 Pool = dict[GpuId, GpuView]
 
+#: What is left for apps that name the GPUs that they can use is kept for so many such names.
+PARTS_KEPT = 16
 #: The cost of a move while none was measured, seconds: the upper end for restarts of training scripts.
 MOVE_S = 60.0
 
@@ -46,6 +48,8 @@ class Holes:
         self._weights: dict[NodeId, tuple[list[int], int]] = {}
         self._rankings: dict[object, _Ranking] = {}
         self._changes: list[NodeId] = []  #: nodes of which anything has changed since the first ranking was made
+        self.removed: list[GpuId] = []  #: all that were taken out, in that order
+        self.otherwise = 0  #: how often anything else has changed than that a GPU was taken out
         for gpu_id in self.views if departures else ():
             if gpu_id in departures:
                 self.add_departure(gpu_id, departures[gpu_id])
@@ -75,6 +79,7 @@ class Holes:
         """Say, or say anew, that a holder must leave this GPU first; a GPU that is not left is passed over."""
         view = self.views.get(gpu)
         if view is not None:
+            self.otherwise += 1
             if gpu not in self.departures:
                 self._occupied[view.node] += 1
             self.departures[gpu] = weight
@@ -83,6 +88,7 @@ class Holes:
 
     def level_departures(self) -> None:
         """Let every departure weigh 1."""
+        self.otherwise += 1
         self.departures = dict.fromkeys(self.departures, 1)
         self._weights.clear()
         self._rankings.clear()
@@ -91,12 +97,14 @@ class Holes:
 
     def add(self, gpu: GpuView) -> None:
         """Put back a GPU, which no app must leave first."""
+        self.otherwise += 1
         self._put(gpu)
         self._note_change(gpu.node)
 
     def remove(self, gpu: GpuId) -> GpuView:
         """Take out a GPU, which must be left."""
         view = self.views.pop(gpu)
+        self.removed.append(gpu)
         pool = self.nodes[view.node]
         del pool[gpu]
         if not pool:
@@ -192,6 +200,28 @@ class _Ranking:
         return heap[0] if heap else None
 
 
+class _Part:
+    """Those of the GPUs that are left which some apps can use at all; it follows what is taken out."""
+
+    def __init__(self, left: Holes, only: Sequence[GpuId]) -> None:
+        self.only = only
+        self._left, self._seen, self._otherwise = left, len(left.removed), left.otherwise
+        self._holes = Holes((left.views[gpu] for gpu in only if gpu in left), left.departures)
+
+    def is_of(self, only: Sequence[GpuId]) -> bool:
+        """Whether it is of these very GPUs, and nothing has changed but that some were taken out."""
+        return self.only is only and self._otherwise == self._left.otherwise
+
+    def now(self) -> Holes:
+        """Return what there is of them."""
+        removed = self._left.removed
+        for gpu in removed[self._seen :]:
+            if gpu in self._holes:
+                self._holes.remove(gpu)
+        self._seen = len(removed)
+        return self._holes
+
+
 class Deal:
     """The GPUs in play while they are dealt: those that are left, and those of each app; none goes to two apps.
 
@@ -207,6 +237,7 @@ class Deal:
         self.got: defaultdict[AppId, list[GpuView]] = defaultdict(list)
         self._owner: dict[GpuId, AppId] = {}
         self._aside: set[GpuId] = set()
+        self._parts: dict[int, _Part] = {}  #: by the id of the GPUs that apps can use, which many have in common
 
     @property
     def assign(self) -> dict[GpuId, AppId]:
@@ -259,7 +290,12 @@ class Deal:
         """Return what is left and `app` can use at all."""
         if app.only is None:
             return self.left
-        return Holes((self.left.views[gpu] for gpu in app.only if gpu in self.left), self.left.departures)
+        part = self._parts.get(id(app.only))
+        if part is None or not part.is_of(app.only):
+            part = self._parts[id(app.only)] = _Part(self.left, app.only)
+            if len(self._parts) > PARTS_KEPT:
+                del self._parts[next(iter(self._parts))]
+        return part.now()
 
     def hole(self, app: AppView) -> int:
         """Return the most GPUs that are left and `app` can use in one place that could hold its gang."""

@@ -292,6 +292,8 @@ def _offers(turn: Turn, view: View, bidders: Sequence[AppId]) -> Iterator[Offer]
     state = turn.state
     offered = tuple(_offered(gpu) for gpu in view.gpus)
     own_offers = seats.instead(turn, view)
+    distinct = {id(gpus): gpus for gpus in own_offers.values()}  # apps that name one kind have theirs in common
+    own = {same: tuple(_offered(gpu) for gpu in gpus) for same, gpus in distinct.items()}
     seen = {app.app: app for app in view.apps}
     for app_id in bidders:
         yield Offer(
@@ -300,7 +302,7 @@ def _offers(turn: Turn, view: View, bidders: Sequence[AppId]) -> Iterator[Offer]
             epoch=state.epoch,
             lease_s=state.settings.lease_s,
             deadline_s=state.settings.bid_s,
-            gpus=tuple(_offered(gpu) for gpu in own_offers[app_id]) if app_id in own_offers else offered,
+            gpus=own[id(own_offers[app_id])] if app_id in own_offers else offered,
             kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
             elapsed_s=turn.now - state.apps[app_id].arrived_at,
         )

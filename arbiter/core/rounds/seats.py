@@ -112,7 +112,7 @@ def only(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, 
     if not gpu_kinds.wishes_kind(app.requirements):
         return named
     suited = turn.index.suited(app.requirements)
-    return suited.gpus if named is None else tuple(gpu for gpu in named if gpu in suited.names)
+    return suited.gpus if named is None else tuple(gpu for gpu in named if gpu in suited.gpus.names)
 
 
 def bound_to(turn: Turn, app: model.App, guest_at: Sequence[GpuId]) -> tuple[GpuId, ...] | None:
@@ -152,10 +152,14 @@ def _is_at_hand(turn: Turn, app: model.App, gpu: Gpu) -> bool:
 def instead(turn: Turn, view: View) -> dict[AppId, list[GpuView]]:
     """Return what is offered to apps that could not use all GPUs in play, or another seat than policies see there."""
     offers = {}
+    of_kinds: dict[int, list[GpuView]] = {}  #: by the id of the GPUs that an app can use, which many have in common
     several = turn.index.divided and not turn.policy.traits.shares
     for app in view.apps:
         if app.by_kind:
-            offers[app.app] = list(app.usable(view.gpus))
+            same = id(app.only)
+            if same not in of_kinds:
+                of_kinds[same] = list(app.usable(view.gpus))
+            offers[app.app] = of_kinds[same]
         elif several and app.only is not None and any(app.jobs):
             useful = set(app.only)
             known = turn.index.free, turn.index.gpus[app.app], useful

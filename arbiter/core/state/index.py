@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from msgspec import Struct
 
-from arbiter.core.seam import GpuView
+from arbiter.core.seam import GpuNames, GpuView
 from arbiter.core.state import model
 from arbiter.core.state.model import State
 from protocol import gpu_kinds
@@ -55,6 +55,9 @@ class Feed:
 #: So many ends of leases that are no more are kept, beside as many again as there are leases.
 ENDS_KEPT = 64
 
+#: The GPUs of so many kinds, or of one kind at so many times, are kept as the same object.
+KINDS_KEPT = 64
+
 #: The types of GPUs and the bytes of memory that a user asked for.
 Kind = tuple[tuple[str, ...], int]
 
@@ -62,8 +65,7 @@ Kind = tuple[tuple[str, ...], int]
 class Suited(Struct, frozen=True):
     """The GPUs of one kind: their seats by id, and how many GPUs there are to hope for, and may be assigned at all."""
 
-    gpus: tuple[GpuId, ...]
-    names: frozenset[GpuId]
+    gpus: GpuNames
     hoped: int
     usable: int
 
@@ -99,6 +101,7 @@ class Index:
         self._counted: dict[GpuId, tuple[bool, bool]] = {}  #: of each, whether it is to hope for, and may be assigned
         self._hoped = self._usable = 0  #: how many these are
         self._kinds: dict[Kind, Suited] = {}
+        self._names: dict[GpuNames, GpuNames] = {}  #: the GPUs of a kind are the same object while they are the same
         self._idle: set[GpuId] = set()  #: GPUs that may be assigned, and that no app has
         self._stirred: set[GpuId] = set()  #: seats that have changed since that was looked at
         self._state = state
@@ -303,12 +306,17 @@ class Index:
             gpus = [gpu for gpu in known if gpu_kinds.suits(wished, gpu.model, gpu.memory_bytes)]
             firsts = [gpu for gpu in gpus if model.is_first(gpu.id)]
             self._kinds[kind] = Suited(
-                tuple(gpu.id for gpu in gpus),
-                frozenset(gpu.id for gpu in gpus),
+                self._kept(GpuNames(gpu.id for gpu in gpus)),
                 hoped=sum(gpu.present and gpu.healthy for gpu in firsts),
                 usable=sum(model.usable(self._state, gpu) for gpu in firsts),
             )
         return self._kinds[kind]
+
+    def _kept(self, names: GpuNames) -> GpuNames:
+        kept = self._names.setdefault(names, names)
+        if len(self._names) > KINDS_KEPT:
+            del self._names[next(iter(self._names))]
+        return kept
 
     def count_for(self, wished: Requirements) -> tuple[int, int]:
         """Return how many GPUs an app with these wishes may hope for, and how many may be assigned to it at all."""

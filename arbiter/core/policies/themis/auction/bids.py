@@ -205,10 +205,11 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
 
 
 def _bidder(view: View, app: AppView, bid: Bid, gpus: Sequence[GpuView], lift: float) -> Bidder:
-    named = [only for only in (app.only, bid.only) if only is not None]
-    usable = frozenset.intersection(*map(frozenset, named)) if named else None
-    if usable is not None:
-        usable &= {gpu.gpu for gpu in gpus}
+    able = app.only_names
+    asked = able if bid.only is app.only or bid.only is None else frozenset(bid.only)
+    usable: frozenset[GpuId] | None = None
+    if asked is not None:
+        usable = frozenset(gpu.gpu for gpu in gpus if gpu.gpu in asked and (able is None or gpu.gpu in able))
         usable = None if len(usable) == len(gpus) else usable
     most = min(len(gpus) if usable is None else len(usable), app.want)
     new, level, gain = useful_rows(bid, kept=len(app.kept), most=most, lift=lift, gang=app.gang if app.spans else 1)
