@@ -23,6 +23,7 @@ from typing import Any, Self, assert_never
 
 import msgspec
 
+from arbiter import round_inputs
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
@@ -113,7 +114,7 @@ INSERT INTO stretches
 #: The tables that came last: a ledger that has them has all.
 _NEWEST = {"stretches", "losses", "standings"}
 
-#: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps.
+#: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps, whatever kind they name.
 INPUTS_MAX = 8
 #: Parks before a moment that are looked at for those that were not over then: the newest.
 PARKS_READ_MAX = 20_000
@@ -355,7 +356,7 @@ class Ledger:
         if not asked.bids or not asked.view.tells:
             return
         try:
-            packed = msgspec.msgpack.encode(asked)
+            packed = round_inputs.pack(asked)
         except OverflowError:  # of a number that a user gave, as a seed; such a round is told without
             return
         beyond = (asked.round - INPUTS_MAX, asked.round)  # numbers begin anew with a new journal
@@ -388,10 +389,7 @@ class Ledger:
             if asked.round == round_:
                 return asked
         rows = self._tables.read("SELECT packed FROM inputs WHERE round = ?", (round_,))
-        try:
-            return msgspec.msgpack.decode(rows[0][0], type=Decide) if rows else None
-        except msgspec.MsgspecError:
-            return None
+        return round_inputs.unpack(rows[0][0]) if rows else None
 
     def rounds(self, *, limit: int, offset: int = 0, app: AppId | None = None) -> Sequence[RoundRecord]:
         """Return `limit` rounds, newest first, without the newest `offset`; with `app`, those that speak of it."""

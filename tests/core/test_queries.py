@@ -17,14 +17,14 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from arbiter import daemon, ledger, queries
+from arbiter import daemon, ledger, queries, round_inputs
 from arbiter.config import ArbiterConfig
 from arbiter.core.arbiter import Configured, Event
 from arbiter.core.effects import AppRecord, Decide, LeaseRecord, RoundRecord
 from arbiter.core.registry import POLICIES, tables
 from arbiter.core.rounds import losses
 from arbiter.core.rounds import views as round_views
-from arbiter.core.seam import Outcome
+from arbiter.core.seam import GpuNames, Outcome
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from arbiter.ledger import Ledger
@@ -38,6 +38,7 @@ from protocol.messages import (
     ARBITER,
     Answer,
     AppId,
+    GpuId,
     LeaseId,
     LogChunk,
     NodeId,
@@ -308,6 +309,23 @@ def test_long_after_the_question_no_auction_is_held_again(monkeypatch: pytest.Mo
 def written(counter: Counter, number: int) -> Decide | None:
     """The inputs of a round as the file has them: the newest are also kept in memory."""
     return Ledger._on_tables(counter.ledger._tables).inputs(number)
+
+
+def test_inputs_of_apps_that_name_a_kind_are_read_as_they_were_and_hold_its_gpus_once() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    kind = GpuNames(GpuId(f"GPU-n{number:04}-0") for number in range(1000))
+    apps = tuple(replace(app, only=kind, by_kind=True) for app in asked.view.apps)
+    many = tuple(replace(apps[0], app=AppId(f"zoe-{number}")) for number in range(50))
+    bound = replace(apps[0], app=AppId("zed-1"), only=(kind[3],), by_kind=False)
+    view = replace(asked.view, apps=(*apps, *many, bound), holders=(apps[1], replace(bound, only=None)))
+    counter.ledger.keep(replace(asked, round=2, view=view))
+    found = written(counter, 2)
+    assert found == replace(asked, round=2, view=view)
+    assert found is not None
+    assert len({id(app.only) for app in found.view.apps[:-1]}) == 1
+    assert len(round_inputs.pack(found)) < 10 * len(kind) * len(kind[0]), "52 apps name it"
 
 
 def test_inputs_with_a_number_that_cannot_be_written_are_left_out() -> None:
