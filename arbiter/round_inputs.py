@@ -37,8 +37,8 @@ def pack(asked: Decide) -> bytes:
         For a number that the format cannot hold.
     """
     kinds: dict[int, tuple[int, GpuNames]] = {}  #: by the id of the object that apps have in common
-    apps, of_apps = _without(asked.view.apps, kinds)
-    holders, of_holders = _without(asked.view.holders, kinds)
+    apps, of_apps = _bare_apps(asked.view.apps, kinds)
+    holders, of_holders = _bare_apps(asked.view.holders, kinds)
     bare = replace(asked, view=replace(asked.view, apps=apps, holders=holders))
     return msgspec.msgpack.encode(_Packed(bare, tuple(names for _, names in kinds.values()), of_apps, of_holders))
 
@@ -50,11 +50,11 @@ def unpack(packed: bytes) -> Decide | None:
     except msgspec.MsgspecError:
         return None
     kinds, view = [GpuNames(names) for names in found.kinds], found.asked.view
-    apps, holders = _with(view.apps, found.of_apps, kinds), _with(view.holders, found.of_holders, kinds)
+    apps, holders = _whole_apps(view.apps, found.of_apps, kinds), _whole_apps(view.holders, found.of_holders, kinds)
     return replace(found.asked, view=replace(view, apps=apps, holders=holders))
 
 
-def _without(
+def _bare_apps(
     apps: Sequence[AppView], kinds: dict[int, tuple[int, GpuNames]]
 ) -> tuple[tuple[AppView, ...], tuple[int, ...]]:
     """Return the apps without the GPUs of their kind, and the number of each app's kind; add kinds that are new."""
@@ -66,7 +66,7 @@ def _without(
     return tuple(app if number == NO_KIND else replace(app, only=()) for app, number in pairs), tuple(numbers)
 
 
-def _with(apps: Sequence[AppView], numbers: Sequence[int], kinds: Sequence[GpuNames]) -> tuple[AppView, ...]:
+def _whole_apps(apps: Sequence[AppView], numbers: Sequence[int], kinds: Sequence[GpuNames]) -> tuple[AppView, ...]:
     return tuple(
         app if number == NO_KIND else replace(app, only=kinds[number])
         for app, number in zip(apps, numbers, strict=True)

@@ -212,7 +212,7 @@ class _Part:
         """Whether it is of these very GPUs, and nothing has changed but that some were taken out."""
         return self.only is only and self._otherwise == self._left.otherwise
 
-    def now(self) -> Holes:
+    def holes(self) -> Holes:
         """Return what there is of them."""
         removed = self._left.removed
         for gpu in removed[self._seen :]:
@@ -295,7 +295,7 @@ class Deal:
             part = self._parts[id(app.only)] = _Part(self.left, app.only)
             if len(self._parts) > PARTS_KEPT:
                 del self._parts[next(iter(self._parts))]
-        return part.now()
+        return part.holes()
 
     def hole(self, app: AppView) -> int:
         """Return the most GPUs that are left and `app` can use in one place that could hold its gang."""

@@ -117,8 +117,7 @@ class Index:
         self._touched: set[GpuId] = set()  #: GPUs that have changed since those two were looked at
         self.versions: dict[AppId, int] = defaultdict(int)  #: grows whenever what an app holds or is promised changes
         self._bind_all(state)
-        #: The GPUs that may have come into service, or gone out of it, since their time was last booked.
-        self.recounted: set[GpuId] = set()
+        self.recounted: set[GpuId] = set()  #: that may have come into service, or left it, since their time was booked
         #: The GPUs in service, of which time is booked.
         self.booked = {device for device in self.seats if model.in_service(state, state.gpus[device])}
 
