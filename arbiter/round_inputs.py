@@ -1,7 +1,7 @@
 """A round's inputs as bytes, from which it is explained later; the GPUs of a kind stand there once.
 
 Each of a thousand apps that name a kind sees the thousands of GPUs of that kind: written for each app they would be
-some 50 MB a round.
+tens of megabytes a round.
 """
 
 from __future__ import annotations

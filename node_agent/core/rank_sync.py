@@ -82,6 +82,7 @@ class Ranks(Struct, frozen=True):
     apart: bool = False  #: the job has ranks on other nodes, too
     stood: tuple[int, bool] = (-1, False)  #: the newest step to stand at that is answered, and whether all will
     late_at: int = -1  #: the furthest step that a rank has told as it was late to stand
+    stuck: tuple[int, frozenset[int]] = (-1, frozenset())  #: the newest order to resume that was refused, and by which
 
     @property
     def told_to_stand(self) -> Order | None:
@@ -98,6 +99,12 @@ class Ranks(Struct, frozen=True):
     def halted(self) -> bool:
         """Whether a rank stands or is suspended, by no order that is still to be answered."""
         return self.phase is None and any(hello.state != "running" for hello in self.hellos.values())
+
+    @property
+    def all_stuck(self) -> bool:
+        """Whether all ranks are suspended still, as all have refused to resume."""
+        parked = sum(hello.state == "suspended" for hello in self.hellos.values())
+        return len(self.stuck[1]) >= self.world and parked >= self.world
 
     @property
     def step(self) -> int:
@@ -137,9 +144,10 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
     """Take a rank's line in; return the orders for all ranks, and the line of the task as a whole, if it says one."""
     if isinstance(line, Hello):
         ranks = replace(ranks, world=line.world, hellos={**ranks.hellos, rank: line})
-    elif isinstance(line, Suspended | Resumed) and rank in ranks.hellos:
-        state = "suspended" if isinstance(line, Suspended) else "running"
-        ranks = replace(ranks, hellos={**ranks.hellos, rank: replace(ranks.hellos[rank], state=state)})
+    elif isinstance(line, Resumed):
+        ranks = _stated(ranks, rank, "running")
+    elif isinstance(line, Suspended) and ranks.world > 1:  # one alone may unpark without a word, to save and leave
+        ranks = found_suspended(ranks, rank)
     if isinstance(line, Ready | Late):
         return _promised(ranks, rank, line, next_seq)
     if isinstance(line, Refused) and ranks.told_to_stand is not None:
@@ -155,7 +163,7 @@ def heard(ranks: Ranks, rank: int, line: FromWorker, next_seq: NextSeq) -> tuple
         case Finished() | Counted():
             return ranks, [], line
         case Refused():
-            return _refused(ranks, line, next_seq)
+            return _refused(_noted(ranks, rank, line), line, next_seq)
         case _:
             return _answered(ranks, rank, line)
 
@@ -259,10 +267,19 @@ def _joint_answer(phase: Doing) -> FromWorker:
             return replace(first, seq=seq)
 
 
+def _noted(ranks: Ranks, rank: int, line: Refused) -> Ranks:
+    """Note which ranks have refused to resume: the first of them speaks for the task, as others may never answer."""
+    phase = ranks.phase
+    if isinstance(phase, Doing) and phase.wish.do == "resume" and line.seq == phase.seq:
+        return replace(ranks, stuck=(line.seq, frozenset({rank})))
+    seq, some = ranks.stuck
+    return replace(ranks, stuck=(seq, some | {rank})) if line.seq == seq else ranks
+
+
 def _refused(ranks: Ranks, line: Refused, next_seq: NextSeq) -> tuple[Ranks, list[Order], FromWorker | None]:
     """Let the other ranks, which stand or have saved already, go on: this one cannot obey.
 
-    Those that are suspended are to be told by an order that is watched.
+    If some may be suspended, it is for the caller to tell all, by an order that is watched.
     """
     phase = ranks.phase
     if phase is None or line.seq != phase.seq:
@@ -300,6 +317,17 @@ def _greeted(ranks: Ranks) -> Hello | None:
         metrics=metrics,
         diverged=diverged,
     )
+
+
+def found_suspended(ranks: Ranks, rank: int) -> Ranks:
+    """Return the ranks with this one as suspended."""
+    return _stated(ranks, rank, "suspended")
+
+
+def _stated(ranks: Ranks, rank: int, state: Literal["running", "suspended"]) -> Ranks:
+    if rank not in ranks.hellos:
+        return ranks
+    return replace(ranks, hellos={**ranks.hellos, rank: replace(ranks.hellos[rank], state=state)})
 
 
 def repeated_orders(ranks: Ranks, wish: Order, next_seq: NextSeq) -> tuple[Ranks, list[Order]]:

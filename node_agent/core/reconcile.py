@@ -86,20 +86,22 @@ def _begin(node: NodeState, task: Task) -> None:
 
 def _guide(node: NodeState, task: Task) -> None:
     """Have a living worker obey the wish; one that may still say hello is asked to leave only after that."""
-    greeting = isinstance(task.state, Loading) and not task.facts.hello and node.now < task.state.hello_by
+    ranks = task.ranks
+    silent = not task.facts.hello or (bool(ranks.hellos) and not ranks.complete)
+    greeting = isinstance(task.state, Loading) and silent and node.now < task.state.hello_by
     leaves = task.want == "vacate" and not task.stands
     if task.want == "stop":
         ladder.stop(node, task, "stopped", task.reason)
-    elif isinstance(task.state, Running) and task.ranks.halted and not task.ranks.apart:
-        # By an order to an earlier node agent. It hears no other before it trains.
-        ladder.go_on(node, task, "told to go on, as it stands by an order of an earlier node agent")
+    elif isinstance(task.state, Running) and ranks.halted and not (ranks.apart or task.facts.finished):
+        # By an order to an earlier node agent, as a rule. It hears no other before it trains.
+        ladder.go_on(node, task, "told to go on, as a process of it stands or is suspended")
     elif leaves and not greeting:
         ladder.vacate(node, task)
     elif isinstance(task.state, Loading) and node.now >= task.state.hello_by:
         node.enter_running(task, "said no hello in time; treated as a program without the library")
     elif isinstance(task.state, Running) and task.want == "run" and not node.sharing.has_turn(task):
         ladder.rest(node, task)
-    elif isinstance(task.state, Running) and task.want is not None and task.ranks.apart:
+    elif isinstance(task.state, Running) and task.want is not None and ranks.apart:
         ladder.stand(node, task)
 
 
@@ -127,7 +129,11 @@ def _vacate_parked(node: NodeState, task: Task) -> None:
     state = _proven(node, task)
     task = node.tasks[task.id]
     if node.sharing.returns(task, node.tasks):
-        if not node.sharing.obstacle(task, node.tasks):
+        if node.sharing.obstacle(task, node.tasks):
+            pass
+        elif task.ranks.world > 1 and not task.ranks.apart:  # suspended ones refuse to stand at one step, to save there
+            ladder.go_on(node, task, "uses its GPUs once more; told to go on first, then to save and leave")
+        else:
             ladder.leave(node, task, "uses its GPUs once more, to save and leave")
     elif state.kept and (task.given_up or node.sharing.obstacle(task, node.tasks)):
         # SIGTERM would have it unparked, on GPUs that another task may use.

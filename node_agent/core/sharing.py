@@ -74,8 +74,9 @@ class Sharing:
     def returns(self, task: Task, tasks: Tasks) -> bool:
         """Whether a parked task is to save and leave, for which it needs its GPUs once more.
 
-        One that has kept memory when it was parked does so if it can, whatever else it could be asked for. One that
-        is kept out of its GPUs for its grace period, by what turns do not change, gives that up.
+        One that has kept memory when it was parked does so if it can, whatever else it could be asked for. One of
+        several processes that could not be resumed stays parked. One that is kept out of its GPUs for its grace period,
+        by what turns do not change, gives that up.
         """
         return task.id not in self._kept_out and self._is_to_return(task, tasks)
 
@@ -84,6 +85,8 @@ class Sharing:
         if not isinstance(state, Suspended) or task.want != "vacate" or task.given_up:
             return False
         if not (self.active or state.kept):
+            return False
+        if task.ranks.world > 1 and "resume" in task.facts.refused:  # it would have to train first
             return False
         methods = self._methods.usable(task, VACATE_METHODS[task.preempt_by], tasks.values())
         return not state.by_driver and "leave" in (methods if state.kept else methods[:1])

@@ -96,6 +96,8 @@ def hear(node: NodeState, task_id: TaskId, line: FromWorker, rank: int) -> None:
         node.tell(task_id, f"cannot stand together with the other parts of its job: {line.reason}")
     elif said is not None:
         _said(node, node.tasks[task_id], said)
+    elif isinstance(line, Refused) and ranks.all_stuck:
+        _all_stuck(node, node.tasks[task_id], line.reason)
 
 
 def disconnected(node: NodeState, task_id: TaskId, rank: int) -> None:
@@ -262,6 +264,10 @@ def _parked(node: NodeState, task: Task, line: SuspendedLine) -> None:
             what = f"suspended at step {line.step}, as an earlier node agent had ordered"
         case Suspending() if ladder.awaits_trough(task):
             what = f"suspended at step {line.step}, as an earlier node agent had ordered"
+        case Suspending(by_driver=True) | Suspended(by_driver=True):
+            # The driver holds a process that stands. It is told to go on once the driver has let it go.
+            node.put(replace(task, ranks=rank_sync.found_suspended(task.ranks, 0)))
+            return
         case _:
             return
     node.learn(task.id, step=line.step, parked_bytes=line.bytes, suspend_s=line.seconds)
@@ -372,9 +378,14 @@ def _refused(node: NodeState, task: Task, seq: int, reason: str) -> None:
         case Suspending(ladder=asked) | Vacating(ladder=asked) if _asked(asked, seq) and task.facts.finished:
             # It exits by itself; a SIGTERM now would undo a complete training. The deadline of the order stays.
             node.tell(task.id, f"has finished and is about to exit: {reason}")
+            if task.ranks.world > 1 and not task.ranks.apart:  # its others stand, and it may wait for them to exit
+                order = Order("resume", node.facts.incarnation, node.next_order_seq())
+                node.effects.append(OrderWorker(task.id, order))
         case Suspending(ladder=asked) | Vacating(ladder=asked) if _asked(asked, seq):
             assert asked.order is not None
             _declined(node, task, asked.order.do, reason)
+        case Resuming(ladder=asked) if _asked(asked, seq) and task.facts.finished:
+            node.enter_running(task, f"has finished and is about to exit: {reason}")
         case Resuming(ladder=asked) if _asked(asked, seq):
             _resume_refused(node, task, reason)
         case _:
@@ -382,7 +393,10 @@ def _refused(node: NodeState, task: Task, seq: int, reason: str) -> None:
 
 
 def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
-    """Try the next method; a task that only had to rest keeps its GPUs instead."""
+    """Try the next method; a task that only had to rest keeps its GPUs instead.
+
+    One of several processes hears of the next method after all of them train again.
+    """
     node.learn(task.id, refused=(*task.facts.refused, do), refusal=reason)
     node.tell(task.id, f"refused to {do}: {reason}")
     task = node.tasks[task.id]
@@ -398,8 +412,8 @@ def _declined(node: NodeState, task: Task, do: str, reason: str) -> None:
 def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = False) -> None:
     """Leave the worker parked and ask again later: the memory of another process may still have been in its way.
 
-    Of several processes, those that have not refused are on their GPUs, so that the task keeps these. With `again` the
-    driver was not asked, which counts as no refusal.
+    Of several processes, those that have not refused may be on their GPUs, so that the task keeps these until all have
+    refused. With `again` the driver was not asked, which counts as no refusal.
     """
     if not again:
         node.learn(task.id, refused=(*task.facts.refused, "resume"))
@@ -416,6 +430,14 @@ def _resume_refused(node: NodeState, task: Task, reason: str, *, again: bool = F
     else:
         parked = Suspended(proof_by, reason, retry_at, by_driver)
         node.enter_state(task, parked, f"could not be resumed: {reason}")
+
+
+def _all_stuck(node: NodeState, task: Task, reason: str) -> None:
+    """Leave a task parked once the last of its processes has refused to resume: none is on its GPUs."""
+    if isinstance(task.state, Resuming) and task.state.ladder.rung == "unasked":
+        retry_at = task.state.ladder.deadline
+        parked = Suspended(node.now + node.facts.park_proof_s, reason, retry_at)
+        node.enter_state(task, parked, f"none of its processes could be resumed: {reason}")
 
 
 def _move_refused(node: NodeState, task: Task, reason: str) -> None:

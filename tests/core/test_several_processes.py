@@ -19,8 +19,8 @@ from node_agent.core.events import (
 )
 from node_agent.core.ladder import ASK_AGAIN_S
 from protocol.messages import AppId, JobId, TaskId
-from protocol.worker import EXIT_REQUEUE, FromWorker, Order, Ready, Refused, Resumed, Saved, Suspended
-from tests.support.node_harness import Bench, gpu, hello, progress, task_order
+from protocol.worker import EXIT_REQUEUE, Finished, FromWorker, Order, Ready, Refused, Resumed, Saved, Suspended
+from tests.support.node_harness import GIB, Bench, gpu, hello, process, progress, sample, task_order
 
 TASK = "ana-1.0-a0"
 
@@ -129,6 +129,93 @@ def test_a_task_of_which_one_process_cannot_go_on_keeps_its_gpus_and_is_asked_ag
     assert bench.status(TASK).phase == "running"
 
 
+def test_a_task_of_which_no_process_can_go_on_waits_parked_as_none_is_on_its_gpus() -> None:
+    bench = two_ranks()
+    both_suspended(bench)
+    bench.plan(task_order(TASK, 0, 1))
+    order = bench.ordered()
+    all_say(bench, lambda _: Refused(order.seq, "out of memory"))
+    assert bench.status(TASK).phase == "suspended"
+    bench.measure(sample(0, process(None, 9 * GIB)))
+    assert not [effect for effect in bench.wait(60.0) if isinstance(effect, OrderWorker | SignalWorker)], "it waits"
+    bench.measure()
+    assert bench.ordered().do == "resume"
+
+
+def test_a_task_keeps_its_gpus_while_one_process_has_not_said_whether_it_goes_on() -> None:
+    bench = two_ranks()
+    both_suspended(bench)
+    bench.plan(task_order(TASK, 0, 1))
+    order = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq + 1000, "no host memory for an arena"), 0))
+    assert bench.status(TASK).phase == "resuming"
+    assert not bench.gpu_status(0).empty
+
+
+def test_a_process_that_has_finished_is_not_taken_for_one_that_is_suspended() -> None:
+    """Both refuse to resume, and one of the two is on its GPU, about to exit."""
+    bench = two_ranks()
+    both_suspended(bench)
+    bench.plan(task_order(TASK, 0, 1))
+    order = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    bench.say(WorkerSaid(TaskId(TASK), Resumed(order.seq, 99, 0.1), 1))
+    bench.say(WorkerSaid(TaskId(TASK), Finished(99), 1))
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "training has ended"), 1))
+    bench.measure()
+    assert bench.status(TASK).phase == "resuming"
+    assert not bench.gpu_status(0).empty
+
+
+def test_a_task_that_has_finished_is_not_ended_as_a_process_that_exits_does_not_go_on() -> None:
+    bench = adopted()
+    say_hello(bench, 0)
+    say_hello(bench, 1, "held")
+    order = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Finished(99), 0))
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "training has ended"), 0))
+    assert bench.status(TASK).phase == "running"
+    assert not [effect for effect in bench.wait(60.0) if isinstance(effect, OrderWorker | SignalWorker)]
+
+
+def test_the_others_of_a_process_that_has_finished_do_not_stand_until_they_are_ended() -> None:
+    bench = two_ranks()
+    bench.plan(task_order(TASK, 0, 1, want="vacate", preempt_by="suspend"))
+    hold = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Ready(hold.seq, 6), 1))
+    bench.say(WorkerSaid(TaskId(TASK), Finished(99), 0))
+    bench.say(WorkerSaid(TaskId(TASK), Refused(hold.seq, "training has ended"), 0))
+    assert bench.ordered().do == "resume"
+
+
+@pytest.mark.parametrize("cannot", [False, True])
+def test_suspended_processes_that_are_to_save_and_leave_go_on_first(cannot: bool) -> None:
+    """Where GPUs are shared. They refuse to stand at one step while they are suspended."""
+    bench = Bench()
+    bench.plan(task_order(TASK, 0, 1), sharing="time")
+    bench.say(WorkerStarted(TaskId(TASK), 100))
+    for rank in (0, 1):
+        line = hello(TASK, rank=rank, world=2, checkpoint=True)
+        bench.say(WorkerSaid(TaskId(TASK), line, rank))
+    drained = {"sharing": "time", "leases": (0, 1)}
+    bench.plan(task_order(TASK, 0, 1, want="vacate", preempt_by="suspend"), **drained)
+    order = held(bench)
+    all_say(bench, lambda _: Suspended(order.seq, order.at_step, 1, 0, 0.1))
+    bench.measure()
+    bench.plan(task_order(TASK, 0, 1, want="vacate", preempt_by="checkpoint"), **drained)
+    resume = bench.ordered()
+    assert resume.do == "resume"
+    if cannot:
+        all_say(bench, lambda _: Refused(resume.seq, "out of memory"))
+        assert bench.status(TASK).phase == "suspended"
+        effects = bench.wait(60.0)
+        assert not [effect for effect in effects if isinstance(effect, OrderWorker | SignalWorker)], "it stays parked"
+    else:
+        all_say(bench, lambda _: Resumed(resume.seq, order.at_step, 0.1))
+        assert held(bench).do == "leave"
+
+
 def test_a_task_of_which_one_process_can_never_go_on_is_ended_and_gets_a_new_attempt() -> None:
     bench = two_ranks()
     both_suspended(bench)
@@ -212,11 +299,18 @@ def test_a_process_that_obeys_an_earlier_node_agent_while_the_others_are_not_the
     assert bench.ordered().do == "resume"
 
 
-def test_processes_that_stand_go_on_before_they_are_told_to_leave() -> None:
+@pytest.mark.parametrize("hellos", [0, 1, 2])
+def test_processes_that_stand_go_on_before_they_are_told_to_leave(hellos: int) -> None:
+    """So many of them have said hello when the plan comes."""
     bench = adopted()
+    states: list[Literal["running", "suspended"]] = ["suspended", "running"]
+    for rank in range(hellos):
+        say_hello(bench, rank, states[rank])
+    resumes = bench.all(OrderWorker)
     bench.plan(task_order(TASK, 0, 1, want="vacate"))
-    say_hello(bench, 0, "suspended")
-    say_hello(bench, 1)
+    for rank in range(hellos, 2):
+        say_hello(bench, rank, states[rank])
+    bench.effects += resumes
     resume = bench.ordered()
     assert resume.do == "resume"
     all_say(bench, lambda _: Resumed(resume.seq, 5, 0.1))
@@ -243,3 +337,24 @@ def test_two_node_agents_give_no_two_orders_the_same_number() -> None:
         seqs.append(bench.ordered().seq)
     assert len(set(seqs)) == 2
     assert max(seqs) < 2**53, "Order.seq is no greater"
+
+
+# --- one process ------------------------------------------------------------------------------------------------------
+
+
+def test_one_process_that_trains_again_to_save_and_could_not_is_not_told_to_go_on() -> None:
+    """It never says that it has resumed. Told to go on, and refusing, it would be taken for suspended."""
+    bench = Bench()
+    bench.run(TASK, 0, checkpoint=True)
+    bench.plan(task_order(TASK, 0, want="vacate", preempt_by="suspend"), leases=[0], sharing="time")
+    bench.worker(TASK, Suspended(bench.ordered().seq, 6, 1, 0, 0.1))
+    bench.measure()
+    bench.plan(task_order(TASK, 0, want="vacate"), leases=[0], sharing="time")
+    leave = bench.ordered()
+    assert leave.do == "leave"
+    bench.worker(TASK, Refused(leave.seq, "the checkpoint of step 6 failed: OSError"))
+    suspend = bench.ordered()
+    bench.plan(task_order(TASK, 0), sharing="time")
+    bench.worker(TASK, Refused(suspend.seq, "a CUDA graph is alive"))
+    assert not bench.all(OrderWorker)
+    assert bench.status(TASK).phase == "running"
