@@ -138,6 +138,15 @@ def go_on(node: NodeState, task: Task, why: str) -> None:
     node.enter_state(task, Resuming(_ask(node, task, "resume", task.grace_s)), why)
 
 
+def let_exit(node: NodeState, task: Task) -> None:
+    """Tell the processes that stand to go on, once: another has finished, and would refuse."""
+    order = Order("resume", node.facts.incarnation, node.next_order_seq())
+    ranks, orders = rank_sync.stand_no_more(task.ranks, order)
+    node.put(replace(task, ranks=ranks))
+    node.tell(task.id, "told to go on, as a process of it has finished")
+    node.effects += [OrderWorker(task.id, each) for each in orders]
+
+
 def vacate(node: NodeState, task: Task, refusal: str = "") -> None:
     """Ask by the gentlest method that the worker has and has not refused."""
     joint = task.ranks.apart and task.stop_at >= 0

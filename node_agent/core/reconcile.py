@@ -92,7 +92,9 @@ def _guide(node: NodeState, task: Task) -> None:
     leaves = task.want == "vacate" and not task.stands
     if task.want == "stop":
         ladder.stop(node, task, "stopped", task.reason)
-    elif isinstance(task.state, Running) and ranks.halted and not (ranks.apart or task.facts.finished):
+    elif isinstance(task.state, Running) and ranks.halted and not ranks.apart and task.facts.finished:
+        ladder.let_exit(node, task)
+    elif isinstance(task.state, Running) and ranks.halted and not ranks.apart:
         # By an order to an earlier node agent, as a rule. It hears no other before it trains.
         ladder.go_on(node, task, "told to go on, as a process of it stands or is suspended")
     elif leaves and not greeting:

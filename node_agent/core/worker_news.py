@@ -120,6 +120,8 @@ def _said(node: NodeState, task: Task, line: FromWorker) -> None:
         case Resumed(seq=seq, step=step, seconds=seconds):
             if isinstance(task.state, Resuming) and seq == _seq(task.state.ladder):
                 node.learn(task_id, step=step, resume_s=seconds)
+                if task.ranks.world > 1:  # what was in the way of one of them is so no more
+                    node.learn(task_id, refused=tuple(each for each in task.facts.refused if each != "resume"))
                 node.enter_running(task, f"resumed at step {step}")
         case Saved():
             _saved(node, task, line)
@@ -436,6 +438,7 @@ def _all_stuck(node: NodeState, task: Task, reason: str) -> None:
     """Leave a task parked once the last of its processes has refused to resume: none is on its GPUs."""
     if isinstance(task.state, Resuming) and task.state.ladder.rung == "unasked":
         retry_at = task.state.ladder.deadline
+        node.gpus.touch(task.gpus)  # they may have left memory there as they tried
         parked = Suspended(node.now + node.facts.park_proof_s, reason, retry_at)
         node.enter_state(task, parked, f"none of its processes could be resumed: {reason}")
 

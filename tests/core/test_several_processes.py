@@ -136,6 +136,7 @@ def test_a_task_of_which_no_process_can_go_on_waits_parked_as_none_is_on_its_gpu
     order = bench.ordered()
     all_say(bench, lambda _: Refused(order.seq, "out of memory"))
     assert bench.status(TASK).phase == "suspended"
+    assert not bench.gpu_status(0).empty, "it is to be measured first"
     bench.measure(sample(0, process(None, 9 * GIB)))
     assert not [effect for effect in bench.wait(60.0) if isinstance(effect, OrderWorker | SignalWorker)], "it waits"
     bench.measure()
@@ -177,6 +178,28 @@ def test_a_task_that_has_finished_is_not_ended_as_a_process_that_exits_does_not_
     bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "training has ended"), 0))
     assert bench.status(TASK).phase == "running"
     assert not [effect for effect in bench.wait(60.0) if isinstance(effect, OrderWorker | SignalWorker)]
+
+
+def test_a_process_that_stands_beside_one_that_has_finished_is_told_to_go_on_once_by_the_next_node_agent() -> None:
+    bench = adopted()
+    line = hello(TASK, rank=0, world=2, checkpoint=True, step=99, finished=True)
+    bench.say(WorkerSaid(TaskId(TASK), line, 0))
+    say_hello(bench, 1, "held")
+    assert bench.ordered().do == "resume"
+    bench.plan(task_order(TASK, 0, 1))
+    assert bench.status(TASK).phase == "running"
+    assert not [effect for effect in bench.wait(60.0) if isinstance(effect, OrderWorker | SignalWorker)]
+
+
+def test_a_task_that_could_be_resumed_in_the_end_saves_and_leaves_later_on() -> None:
+    bench = two_ranks()
+    both_suspended(bench)
+    bench.plan(task_order(TASK, 0, 1))
+    order = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    (again,) = [effect.order for effect in bench.wait(ASK_AGAIN_S) if isinstance(effect, OrderWorker)]
+    all_say(bench, lambda _: Resumed(again.seq, 25, 0.0))
+    assert "resume" not in bench.core.state.tasks[TaskId(TASK)].facts.refused
 
 
 def test_the_others_of_a_process_that_has_finished_do_not_stand_until_they_are_ended() -> None:
