@@ -13,6 +13,7 @@ import os
 import socket
 import struct
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import structlog
@@ -56,15 +57,19 @@ class WorkerSocket:
         self._said = said
         self._left = left
         self._server: asyncio.Server | None = None
+        self._path = Path()
         self._ranks: dict[int, _Connection] = {}
         self._world = 1
         self._ungreeted: set[_Connection] = set()
         self._silent = asyncio.Event()
         self._silent.set()
+        #: The name of a connection of our own: those made before it are served before it.
+        self._marker: bytes | None = None
 
     async def open(self, path: Path) -> None:
         """Listen at `path`, replacing a socket that an earlier node agent left there."""
         loop = asyncio.get_running_loop()
+        self._path = path
         self._server = await loop.create_unix_server(lambda: _Connection(self), str(path))
         if self._uid != os.getuid():
             # The kernel names each process that connects, and its user.
@@ -83,7 +88,13 @@ class WorkerSocket:
         return bool(connections)
 
     async def wait_silent(self) -> None:
-        """Wait until no rank is connected: all their lines have been passed on then."""
+        """Wait until no process is connected, or waits to be: all that they said has been passed on then."""
+        with socket.socket(socket.AF_UNIX) as marker, suppress(OSError):
+            marker.setblocking(False)
+            marker.bind("")  # the kernel chooses a name that no other has
+            self._marker = marker.getsockname()
+            marker.connect(str(self._path))
+            await asyncio.get_running_loop().sock_recv(marker, 1)
         await self._silent.wait()
 
     def close(self) -> None:
@@ -94,6 +105,10 @@ class WorkerSocket:
             connection.hang_up()
 
     # --- called by connections --------------------------------------------------------------------------------------
+
+    def is_marker(self, name: str | bytes) -> bool:
+        """Whether a connection of that name is our own, with which `wait_silent` waits for its turn."""
+        return name == self._marker
 
     def arrived(self, connection: _Connection, pid: int, uid: int) -> str:
         """Return why a new connection of that process may not stay until its hello; empty if it may."""
@@ -107,6 +122,7 @@ class WorkerSocket:
         if len(self._ungreeted) >= UNGREETED_MAX:
             return "too many connections have not said hello"
         self._ungreeted.add(connection)
+        self._silent.clear()
         return ""
 
     def heard(self, connection: _Connection, message: FromWorker) -> str:
@@ -136,7 +152,6 @@ class WorkerSocket:
         earlier = self._ranks.get(hello.rank)
         connection.rank, self._world = hello.rank, hello.world
         self._ranks[hello.rank] = connection
-        self._silent.clear()
         if earlier is not None:
             earlier.hang_up()
 
@@ -145,9 +160,9 @@ class WorkerSocket:
         self._ungreeted.discard(connection)
         if self._ranks.get(connection.rank) is connection:
             del self._ranks[connection.rank]
-            if not self._ranks:
-                self._silent.set()
             self._left(connection.rank)
+        if not self._ranks and not self._ungreeted:
+            self._silent.set()
 
 
 class _Connection(asyncio.Protocol):
@@ -163,6 +178,9 @@ class _Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
+        if self._owner.is_marker(transport.get_extra_info("peername")):
+            self.hang_up()
+            return
         wrong = self._owner.arrived(self, *_peer(transport))
         if wrong:
             self._drop(wrong)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ import structlog
 
 from node_agent.workers.worker_socket import WorkerSocket
 from protocol.messages import TaskId
-from protocol.worker import FromWorker, Hello, Order, decode_order, encode_line
+from protocol.worker import Finished, FromWorker, Hello, Order, decode_order, encode_line
 from tests.support.patience import PATIENCE_S
 
 TASK = TaskId("ada-1.0-a0")
@@ -111,6 +112,29 @@ async def test_it_is_silent_once_the_last_rank_has_gone(site: Site) -> None:
     async with asyncio.timeout(PATIENCE_S):
         await waiting
     assert site.left == [1, 0]
+
+
+async def test_a_process_that_ended_before_its_connection_was_taken_is_heard_before_it_is_silent(site: Site) -> None:
+    """A worker of milliseconds lost its last metrics where the node agent saw its end before its connection."""
+    hello = Hello(1, TASK, os.getpid(), "running", -1, -1, 0, True, True)
+    with socket.socket(socket.AF_UNIX) as worker:
+        worker.connect(str(site.path))
+        worker.sendall(encode_line(hello) + encode_line(Finished(9, {"accuracy": 0.5})))
+    async with asyncio.timeout(PATIENCE_S):
+        await site.socket.wait_silent()
+    assert [type(line) for _, line in site.said] == [Hello, Finished]
+    assert site.left == [0]
+
+
+async def test_a_process_that_says_nothing_is_waited_for_as_long_as_it_is_connected(site: Site) -> None:
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.connect(str(site.path))
+        waiting = asyncio.get_running_loop().create_task(site.socket.wait_silent())
+        await asyncio.sleep(0.05)
+        assert not waiting.done()
+    async with asyncio.timeout(PATIENCE_S):
+        await waiting
+    assert site.said == []
 
 
 @pytest.mark.parametrize(("rank", "world"), [(2, 2), (1, 3), (1, 1)])
