@@ -53,12 +53,13 @@ NO_RULES_OF_OURS: Knobs = (
     ("policy.themis.tenants_first", "false"),
     ("policy.maxmin-ftf.tenants_first", "false"),
 )
-#: Baselines as Themis's section 8 has them: they deal what is available when leases end.
+#: What Themis's section 8 lets policies do. Baselines deal what is available when leases end, and apps tell the truth.
 PUBLISHED_POWER: Mapping[str, Knobs] = {
     "las": (("policy.las.tenure", "lease"), ("policy.las.order", "service")),
     "srtf": (("policy.srtf.tenure", "lease"),),
     "srsf": (("policy.srsf.tenure", "lease"),),
     "gandiva-placement": (("policy.gandiva-placement.turns", "placement"),),
+    "maxmin-ftf": (("policy.maxmin-ftf.cluster_time", "told"),),
 }
 #: Settings that are times, as published, and shrink with the jobs. The pause between rounds is ours: about the time of
 #: a checkpoint there, 5 to 10 s, before which a GPU that changes hands is of no use.

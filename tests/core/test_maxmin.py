@@ -5,15 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, combinations, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, least_ratio, mean_apps
-from arbiter.core.policies.maxmin.policy import Settings, outlook_of
+from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, forecast, least_ratio
+from arbiter.core.policies.maxmin.policy import Settings, needs_of, outlook_of
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state.model import Leased
 from protocol.messages import GpuId, JobId, JobWish, TenantId
@@ -92,10 +92,30 @@ def test_without_apps_there_is_nothing_to_be_late_for() -> None:
     assert least_ratio(works(), 4) == 1.0
 
 
-def test_n_avg_is_half_way_to_that_without_newcomers() -> None:
-    # two apps for the first 100 s of the longer one, and then it is alone: 300 / 200 on average
-    found = mean_apps(np.zeros(2), np.full(2, 2.0), np.array([50.0, 150.0]), np.array([50.0, 150.0]), 1)
-    assert found.tolist() == [2.0, pytest.approx((2.0 + 1.5) / 2)]
+def test_a_round_without_apps_has_an_outlook() -> None:
+    assert outlook_of(round_of(gpus_of(2))).ratio == 1.0
+
+
+def test_t_id_counts_the_apps_that_will_be_there_until_the_app_is_due() -> None:
+    # One app that has just come, and one that has been there for 100 s beside three others, on one GPU.
+    ages, means, alone = np.array([0.0, 100.0]), np.array([2.0, 4.0]), np.array([50.0, 50.0])
+    each, ratio = forecast(ages, means, alone, np.array([40.0, 60.0]), np.array([40.0, 60.0]), 1)
+    first, last = sorted(due_s(each, ratio))
+    assert last == pytest.approx(100.0, rel=0.01), "all work is done then"
+    with_both_s = {first: first, last: first}
+    apps = [
+        (mean * age + due + with_both_s[due]) / (age + due)
+        for mean, age, due in zip(means, ages, due_s(each, ratio), strict=True)
+    ]
+    assert each.fair_s == pytest.approx(alone * np.array(apps), rel=0.02)
+
+
+def test_an_app_that_will_be_alone_at_its_end_has_less_t_id() -> None:
+    lasting, short = (1000.0, 1000.0), (10.0, 10.0)
+    lefts = np.array([lasting, short, short])
+    found, _ = forecast(np.zeros(3), np.full(3, 3.0), np.array([100.0, 1.0, 1.0]), lefts[:, 0], lefts[:, 1], 1)
+    assert found.fair_s[0] < 120.0
+    assert found.fair_s[1:] == pytest.approx(3.0)
 
 
 # --- the order ------------------------------------------------------------------------------------------------------
@@ -115,48 +135,59 @@ def later(view: View, now: float, **arrived: float) -> View:
     return replace(view, apps=tuple(apps), now=now, apps_integral=len(view.apps) * now)
 
 
-def test_an_app_that_must_run_to_end_in_time_comes_before_one_that_is_due_sooner() -> None:
-    # One GPU. `long` needs nearly all the time it has; `short` is due sooner and can wait for a lease of 60 s.
+def test_an_app_with_less_time_to_spare_comes_before_one_that_is_due_sooner() -> None:
+    # One GPU. `long` needs nearly all the time it has; `short` is due sooner and can wait.
     gpus = gpus_of(1)
     long, short = app("long", left_s=1000.0, alone_s=500.0), app("short", left_s=10.0, alone_s=300.0)
     view = later(round_of(gpus, long, short), 5000.0, long=4900.0)
     outlook = outlook_of(view)
     assert outlook.due_s[1] < outlook.due_s[0]
-    assert outlook.spare_s[0] < view.lease_s < outlook.spare_s[1]
     assert counts(POLICY, view) == {"long": 1, "short": 0}
 
 
-def test_of_apps_that_can_wait_the_one_that_is_due_first_comes_first() -> None:
-    # Two of 1,000 s share one GPU, so both are due after 2,000 s and neither must run yet.
-    twins = [app(name, left_s=1000.0, alone_s=500.0) for name in ("a", "b")]
-    view = later(round_of(gpus_of(1), *twins, app("short", left_s=10.0, alone_s=300.0)), 5000.0)
-    assert min(outlook_of(view).spare_s) > view.lease_s
-    assert counts(POLICY, view) == {"a": 0, "b": 0, "short": 1}
+def test_gpus_go_in_parts_by_need_so_that_apps_end_near_the_time_when_they_are_due() -> None:
+    # Equal work, and one has waited three quarters of its time: it gets more, and the other is not left with nothing.
+    wide = {"demand_max": 8, "demand_held": 8}
+    apps = [replace(app(name, left_s=400.0, alone_s=1000.0), left_gpu_s=3200.0, **wide) for name in ("old", "new")]
+    found = counts(POLICY, later(round_of(gpus_of(8), *apps), 5000.0, old=4700.0))
+    assert sum(found.values()) == 8
+    assert found["old"] > found["new"] > 0
+
+
+def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
+    each = works((0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 50.0, 50.0))
+    due = np.array([200.0, 100.0, -9.0, 100.0])
+    assert needs_of(each, due, ["kept"] * 4).tolist() == [1.0, 4.0, 64.0, 0.25]
+    assert needs_of(each, due, ["broken"] * 4).tolist() == [1.0, 4.0, 4.0, 0.25]
 
 
 def test_the_reason_tells_the_time_to_spare_and_where_it_comes_from() -> None:
     view = later(round_of(gpus_of(1), app("a", left_s=100.0, alone_s=100.0), job("b")), 1000.0)
     outlook = outlook_of(view)
     _, outcomes = decided(POLICY, view)
-    spare, due, fair = (figures[0] for figures in (outlook.spare_s, outlook.due_s, outlook.works.fair_s))
-    assert spare == pytest.approx(due - 110.0)
+    need, due, fair = (figures[0] for figures in (outlook.needs, outlook.due_s, outlook.works.fair_s))
+    assert need == pytest.approx(min(4.0, 100.0 / due) ** 2)
     assert outcomes["a"].reason == (
-        f"number 1 by time to spare ({spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair "
+        f"number 1 by need ({need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair "
         f"time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"
     )
     assert "60 s are taken to be left of it, as it tells none): nothing is left" in outcomes["b"].reason
 
 
-def test_an_app_that_tells_nothing_comes_after_those_that_must_run_too() -> None:
-    view = later(
-        round_of(gpus_of(1), job("silent"), app("told", left_s=100.0, alone_s=100.0)), 9000.0, silent=0.0, told=0.0
-    )
-    assert outlook_of(view).spare_s[0] < outlook_of(view).spare_s[1] < view.lease_s
-    assert counts(POLICY, view) == {"silent": 0, "told": 1}
+def test_an_app_that_tells_nothing_waits_for_those_that_tell_until_it_is_late() -> None:
+    # On two GPUs, both equally wide; a lease counts as left of the silent one.
+    silent = job("silent", demand_max=2)
+    apps = [silent, replace(app("told", left_s=600.0, alone_s=600.0), left_gpu_s=1200.0, demand_max=2)]
+    early = later(round_of(gpus_of(2), *apps), 9000.0)
+    assert outlook_of(early).can_wait == [True, False]
+    assert counts(POLICY, early) == {"silent": 0, "told": 2}
+    late = later(round_of(gpus_of(2), *apps), 9000.0, silent=0.0)
+    assert outlook_of(late).can_wait == [False, False]
+    assert counts(POLICY, late) == {"silent": 1, "told": 1}
 
 
 @pytest.mark.parametrize(("patience", "gives_way"), [(0.0, True), (10.0, False), (1.0, True)])
-def test_an_app_that_runs_gives_way_if_the_other_is_worse_off_by_more_than_a_move_costs(
+def test_an_app_that_runs_gives_way_if_the_other_needs_it_more_by_more_than_a_move_costs(
     patience: float, gives_way: bool
 ) -> None:
     gpus = gpus_of(1)
@@ -165,8 +196,8 @@ def test_an_app_that_runs_gives_way_if_the_other_is_worse_off_by_more_than_a_mov
     )
     waits = app("waits", left_s=500.0, alone_s=1000.0)
     view = later(round_of(gpus, runs, waits), 1000.0, runs=950.0, waits=900.0)
-    worse_by_s = outlook_of(view).spare_s[0] - outlook_of(view).spare_s[1]
-    assert 20.0 < worse_by_s < 200.0
+    outlook = outlook_of(view)
+    assert 20.0 < outlook.due_s[0] - outlook.due_s[1] < 200.0
     _, outcomes = decided(POLICY, view, patience=patience)
     assert bool(outcomes["waits"].gpus) is gives_way
 
@@ -191,8 +222,10 @@ def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> 
     assert decided(POLICY, view, excess=math.inf)[1]["broken"].gpus
 
 
-@pytest.mark.parametrize("declares", [True, False])
-def test_t_cluster_follows_from_what_an_app_declares_and_not_from_what_it_tells_of_it(*, declares: bool) -> None:
+@pytest.mark.parametrize(("declares", "cluster_time"), [(True, "declared"), (False, "declared"), (True, "told")])
+def test_t_cluster_follows_from_what_an_app_declares_unless_its_word_is_taken(
+    *, declares: bool, cluster_time: Literal["declared", "told"]
+) -> None:
     apps = [
         replace(
             app(name, left_s=50.0, alone_s=alone_s),
@@ -200,9 +233,16 @@ def test_t_cluster_follows_from_what_an_app_declares_and_not_from_what_it_tells_
         )
         for name, alone_s in (("honest", 50.0), ("liar", 25.0))
     ]  # fmt: skip
-    found = outlook_of(later(round_of(gpus_of(8), *apps), 0.0, honest=-100.0, liar=-100.0)).works
-    honest_s, liar_s = found.fair_s.tolist()
-    assert liar_s == pytest.approx(honest_s if declares else honest_s / 2)
+    view = later(round_of(gpus_of(8), *apps), 0.0, honest=-100.0, liar=-100.0)
+    honest_s, liar_s = outlook_of(view, Settings(cluster_time=cluster_time)).works.fair_s.tolist()
+    taken = not declares or cluster_time == "told"
+    assert liar_s == pytest.approx(honest_s / 2 if taken else honest_s, rel=0.01)
+
+
+def test_an_app_that_tells_no_t_cluster_has_the_declared_one_though_words_are_taken() -> None:
+    silent = replace(app("silent", left_s=50.0, alone_s=0.0), declared_gpu_s=400.0, demand_held=4)
+    view = later(round_of(gpus_of(8), silent), 0.0)
+    assert outlook_of(view, Settings(cluster_time="told")).works.fair_s.tolist() == [100.0]
 
 
 def test_an_app_is_as_long_as_its_owners_earlier_apps_make_likely() -> None:
@@ -211,7 +251,7 @@ def test_an_app_is_as_long_as_its_owners_earlier_apps_make_likely() -> None:
     found = outlook_of(later(round_of(gpus_of(1), honest, liar), 0.0, honest=-100.0, liar=-100.0)).works
     assert found.left_gpu_s.tolist() == [80.0, 280.0]
     assert found.left_s.tolist() == [80.0, 280.0]
-    assert found.fair_s[1] > 2.5 * found.fair_s[0]
+    assert found.fair_s[1] > 2.0 * found.fair_s[0]
 
 
 @given(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 from hypothesis import example, given, settings
@@ -668,19 +668,22 @@ def shortest_of_the_first_tenant(view: View) -> list[AppView]:
     return sorted(view.apps, key=lambda app: (app.tenant != first, unknown_last(view.left_s(app))))
 
 
-def by_time_to_spare(view: View) -> dict[str, int]:
-    """One gang at a time to the tenant that has none, then by place: the least time to spare of those that must run."""
+def by_need(view: View) -> dict[str, int]:
+    """One gang at a time to the tenant that has none, then by need for each GPU, with one more gang."""
     outlook = outlook_of(view)
 
-    def place(app: AppView) -> tuple[bool, bool, float]:
+    def place(app: AppView, got: Mapping[str, int]) -> tuple[bool, float]:
         at = view.apps.index(app)
-        due, left, fair = outlook.due_s[at], outlook.works.left_s[at], outlook.works.fair_s[at]
-        bonus = 10.0 * (app.move_s or 60.0) if app.renewable else 0.0
-        spare = due - 1.1 * left - bonus
-        must = spare < view.lease_s
-        return not must, app.left_gpu_s is None, spare / fair if must else due - bonus
+        due, left = outlook.due_s[at], outlook.works.left_s[at]
+        silent = app.left_gpu_s is None
+        can_wait, most = silent and due > left, 1.0 if silent else 4.0
+        if got[app.app] < len(app.renewable):
+            due -= 3.0 * (app.move_s or 60.0)
+        haste = most if due <= left / most else left / due
+        need = outlook.works.left_gpu_s[at] / left * haste**2
+        return can_wait, -need / (got[app.app] + app.gang)
 
-    return dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, place(app)))
+    return dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, place(app, got)))
 
 
 REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
@@ -694,7 +697,7 @@ REFERENCE: dict[str, Callable[[View], dict[str, int]]] = {
     "slaq": lambda view: dealt(view, lambda app, got: -lowered(app, got[app.app])),
     "gandiva": lambda view: dealt(view, lambda app, got: got[app.app] // app.gang, keeps=True),
     "gandiva-placement": lambda view: dealt(view, lambda app, got: (got[app.app] // app.gang, view.served_gpu_s(app))),
-    "maxmin-ftf": by_time_to_spare,
+    "maxmin-ftf": by_need,
     # without any history nothing is fair: a tenant has had something, and that is enough, or not; its apps take turns
     "astraea": lambda view: dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, got[app.app])),
     "yarn-cs": within_whole_quotas,

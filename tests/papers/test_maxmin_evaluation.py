@@ -94,16 +94,27 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Cell, Outcome]:
 
 
 def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cell, Outcome]) -> None:
-    plan = replace(QUICK, seeds=(3, 4))
+    plan = replace(QUICK, seeds=(3, 4), settings=("published",))
     for seed, ours in ((3, 1.0), (4, 3.0)):
-        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT)
+        cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
         known[cell] = outcome(ours)
         for place, policy in enumerate(OTHERS):
             known[replace(cell, policy=policy)] = outcome(2.0 + place)
-    (claim,), (cells, _) = maxmin.fairness(plan)
-    assert claim.ours.endswith("at most 1 in 1 of 2 cells")
-    assert not claim.met
+    claims, (cells, _) = maxmin.fairness(plan)
+    assert [claim.ours.partition(" ±")[0] for claim in claims] == ["1 of 2", "1.00", "1.000", "1.000"]
+    assert [claim.met for claim in claims] == [False, False, True, True]
+    assert claims[1].ours.endswith(", at most 1.50")
     assert [row[-1] for row in cells.rows] == ["0.50", "1.50"]
+
+
+def test_what_fairness_costs_is_measured_by_the_fair_policy_that_costs_least(known: dict[Cell, Outcome]) -> None:
+    plan = replace(QUICK, settings=("harder",))
+    cell = Cell(1, OURS, 3, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT)
+    for place, policy in enumerate((OURS, *OTHERS)):
+        known[replace(cell, policy=policy)] = replace(outcome(1.0), gpu_s=100.0 - place, avg_jct_s=90.0 + place)
+    *_, gpu, jct = maxmin.fairness(plan)[0]
+    assert (gpu.ours, gpu.met) == ("1.031", False)
+    assert (jct.ours, jct.met) == ("0.989", True)
 
 
 def test_what_apps_know_is_judged_cell_by_cell(known: dict[Cell, Outcome]) -> None:

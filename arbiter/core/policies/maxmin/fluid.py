@@ -16,6 +16,9 @@ Figures = NDArray[np.float64]
 
 #: The ratio is found to this part of itself.
 PRECISION: Final = 1e-3
+#: T_id is worked out so many times from when apps are due, or until no T_id changes by more than this part of itself.
+TURNS: Final = 6
+SETTLED: Final = 0.01
 #: A sum of GPU-seconds this part above what there is comes from rounding.
 SLACK: Final = 1e-9
 
@@ -55,10 +58,11 @@ def can_be_met(works: Works, due: Figures, gpus: int) -> bool:
     return bool(np.all(needed <= gpus * times * (1.0 + SLACK)))
 
 
-def least_ratio(works: Works, gpus: int) -> float:
+def least_ratio(works: Works, gpus: int, precision: float = PRECISION) -> float:
     """Return r*, the least ratio at which a fluid schedule on so many GPUs ends every app when it is due (`due_s`).
 
-    It is at least the least rho that any of the apps can still have; without apps it is 1.
+    It is found to the part `precision` of itself. It is at least the least rho that any of the apps can still have;
+    without apps it is 1.
 
     *Source:* ours; the greatest rho is what Themis (NSDI 2020), section 4, makes small, round by round.
     """
@@ -72,7 +76,7 @@ def least_ratio(works: Works, gpus: int) -> float:
         low = max(low, float(np.min((works.age_s + work_s) / works.fair_s)))
     all_done_s = max(work_s, longest_s)
     high = float(np.max((works.age_s + all_done_s) / works.fair_s))
-    while high > low * (1.0 + PRECISION):
+    while high > low * (1.0 + precision):
         middle = (low * high) ** 0.5
         if can_be_met(works, due_s(works, middle), gpus):
             high = middle
@@ -81,25 +85,43 @@ def least_ratio(works: Works, gpus: int) -> float:
     return high
 
 
-def mean_apps(ages_s: Figures, means: Figures, left_s: Figures, left_gpu_s: Figures, gpus: int) -> Figures:
-    """Return the N_avg that each app is likely to have at its end.
+def forecast(
+    ages_s: Figures, means: Figures, alone_s: Figures, left_s: Figures, left_gpu_s: Figures, gpus: int
+) -> tuple[Works, float]:
+    """Return the apps with T_id at their ends, and r*, where no further app comes; `means` is each N_avg so far.
 
-    That is half-way between its N_avg so far, `means`, and what its N_avg becomes if no other app comes and the apps
-    have equal parts of the GPUs from now on.
+    T_id is T_cluster, `alone_s`, times the N_avg that the app will have at its end. That follows from when all apps
+    end, which is when they are due, which follows from T_id. So both are worked out in turns, half-way each time; the
+    first time all apps have equal parts of the GPUs.
 
-    *Source:* Themis (NSDI 2020), Eq. 1, for N_avg; the forecast is ours.
+    *Source:* Themis (NSDI 2020), Eq. 1, for T_id and N_avg; the forecast is ours.
     """
-    count = len(ages_s)
+    fair_s = alone_s * _mean_apps(ages_s, means, _equal_ends(left_gpu_s, gpus))
+    for _ in range(TURNS if len(ages_s) else 0):
+        works = Works(ages_s, fair_s, left_s, left_gpu_s)
+        ends = due_s(works, least_ratio(works, gpus, SETTLED))
+        before, fair_s = fair_s, (fair_s + alone_s * _mean_apps(ages_s, means, ends)) / 2.0
+        if np.max(np.abs(fair_s / before - 1.0)) <= SETTLED:
+            break
+    works = Works(ages_s, fair_s, left_s, left_gpu_s)
+    return works, least_ratio(works, gpus)
+
+
+def _equal_ends(left_gpu_s: Figures, gpus: int) -> Figures:
+    """Return when apps end that have equal parts of the GPUs from now on."""
     by_work = np.argsort(left_gpu_s)
-    waits = np.diff(left_gpu_s[by_work], prepend=0.0) * np.arange(count, 0, -1) / gpus
-    ends = np.empty(count)
+    waits = np.diff(left_gpu_s[by_work], prepend=0.0) * np.arange(len(left_gpu_s), 0, -1) / gpus
+    ends = np.empty(len(left_gpu_s))
     ends[by_work] = np.cumsum(waits)
-    ends = np.maximum(ends, left_s)
+    return ends
+
+
+def _mean_apps(ages_s: Figures, means: Figures, ends: Figures) -> Figures:
+    """Return the N_avg of each app at its end if the apps end then and no other app comes."""
     by_end = np.argsort(ends)
-    present = np.empty(count)  # the integral of the number of apps up to each app's end
-    present[by_end] = np.cumsum(np.diff(ends[by_end], prepend=0.0) * np.arange(count, 0, -1))
-    alone: Figures = (means * ages_s + present) / (ages_s + ends)
-    return np.maximum(1.0, (means + alone) / 2.0)
+    present = np.empty(len(ends))  # the integral of the number of apps up to each app's end
+    present[by_end] = np.cumsum(np.diff(ends[by_end], prepend=0.0) * np.arange(len(ends), 0, -1))
+    return np.maximum(1.0, (means * ages_s + present) / (ages_s + ends))
 
 
 def _sums(values: Figures) -> Figures:

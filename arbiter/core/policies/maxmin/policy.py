@@ -1,22 +1,27 @@
 """Max-min finish-time fairness: the greatest rho that any app will have is made as small as it can be.
 
 In each round r* is worked out, the least ratio at which a fluid schedule could end every app within r* times its fair
-time T_id (`fluid`). An app has time to spare: until then, less 1.1 times the run time that it has left. An app that
-cannot spare one more lease must run. Such apps come first, by their time to spare as a part of T_id; the others follow,
-by when they are due. Each app gets whole gangs, up to all it can use.
+time T_id (`fluid`). By then an app is due. Its *need* is the GPUs that it must have from now on to end when it is due,
+times the part of the time until then that it must run: of two apps that need as many GPUs, the one with less time to
+spare needs them more. GPUs go in parts to apps by their needs, gang by gang, so apps end near the time when they are
+due. An app that was served whole, before others, would end early; then fewer apps were beside the others, and these
+had a lesser T_id.
 
-All leases end at the same times, so that a round then decides about all GPUs; no lease is taken back before. An app
-that runs gives way to one that waits only if its place is worse by `patience` times the measured cost of moving it.
+All leases end at the same times, so that a round then decides about all GPUs; no lease is taken back before. A gang
+that runs gives way only if the app would still be behind if it were due sooner, by `patience` times the measured cost
+of moving it.
 
-The rule asks apps for no rho and no bid. It goes by the run time and the GPU time that they have left, and by
-T_cluster, as they report them. An app that reports none of that is taken to have as much left as it has had, one lease
-on its gang at least, and is the last of those that must run, and of the others. So is one that takes `excess` times the
-GPU time that it declared (`declarations`), and its T_cluster is so many times what it reports. Where the owner's
-finished apps have taken more than `excess` times what they declared, a new app of that owner is taken to do so, too.
-An app that asks for more GPUs than it has shown that it uses (`idle_gangs`) is the last of its equals as well; its
-times are taken to be as many times longer.
+The rule asks apps for no rho and no bid. It goes by the run time and the GPU time that they have left, as they report
+them. An app that reports none is taken to have as much left as it has had, one lease on its gang at least. It waits for
+the apps that do report until it could no more end when it is due. So does an app that takes `excess` times the GPU time
+that it declared (`declarations`); its T_cluster counts as many times longer. Where the owner's finished apps have taken
+more than `excess` times what they declared, a new app of that owner is taken to do so, too. An app that asks for more
+GPUs than it has shown that it uses (`idle_gangs`) waits like that as well; its times count as many times longer.
 
-With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and the order is one within each tenant.
+T_cluster follows from the declaration. With ``cluster_time = "told"`` it is what the app says, as Themis has it: nearer
+to the rho that is reported, of searches above all, but then an app that says less than is true gains by it.
+
+With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and needs count within each tenant.
 
 *Source:* ours; rho, T_id and N_avg as in Themis (NSDI 2020), Eq. 1.
 """
@@ -25,6 +30,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heappop, heappush
 from operator import attrgetter
 from typing import ClassVar, Final, Literal, NamedTuple
 
@@ -32,13 +38,14 @@ import numpy as np
 
 from arbiter.core.placement.assignment import move_s
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
-from arbiter.core.policies.maxmin.fluid import Figures, Works, least_ratio, mean_apps
+from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant, turn_of
+from arbiter.core.policies.maxmin.fluid import Figures, Works, forecast
 from arbiter.core.seam import Allocation, AppView, Clock, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
 
-#: An app is taken to need so many times the run time that it says it has left: starts, saves and waits for GPUs.
-MARGIN: Final = 1.1
+#: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
+#: Without a word that can be taken it is 1.
+HASTE_MAX: Final = 4.0
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
 LEFT_MIN_S: Final = 1.0
 
@@ -57,10 +64,12 @@ class Settings(PolicySettings, frozen=True):
     """How tenants count, and how lightly an app that runs gives way."""
 
     tenants_first: bool = True  #: GPUs go to tenants first, by GPU time; the order is one within each tenant
-    #: An app that runs gives way only to one whose place is better by so many times the cost of a move. 0: to any.
-    patience: float = 10.0
+    #: An app counts as due sooner, for the gangs that it holds, by so many times the cost of a move.
+    patience: float = 3.0
     #: An app that takes so many times the GPU time that it declared is the last of its equals. inf: none is.
     excess: float = 2.0
+    #: T_cluster follows from what an app declared, or is what the app tells of it.
+    cluster_time: Literal["declared", "told"] = "declared"
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
@@ -72,57 +81,69 @@ DEFAULTS = Settings()
 
 
 class MaxMinFtf(Ranked):
-    """The apps that must run now to end in time first."""
+    """GPUs in parts by need: what each app must have to end when it is due."""
 
     traits = Traits("lease", together=True, all_holders=True, judges_demand=True)
     migrates: ClassVar[bool] = True
-    by = "by time to spare"
+    by = "by need"
 
-    def __init__(self, settings: Settings = DEFAULTS, outlook: Outlook | None = None) -> None:
+    def __init__(self, settings: Settings = DEFAULTS, needs: Needs | None = None) -> None:
         self._settings = settings
-        self._known = outlook  #: of the one view that this policy is asked about
+        self._known = needs  #: of the one view that this policy is asked about
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
-        """Return who gets which GPUs in play, and say why; the outlook is worked out once for all of that."""
+        """Return who gets which GPUs in play, and say why; the needs are worked out once for all of that."""
         if self._known is None:
-            return MaxMinFtf(self._settings, self._outlook(view)).allocate(view, bids, clock)
+            return MaxMinFtf(self._settings, self._needs(view)).allocate(view, bids, clock)
         return super().allocate(view, bids, clock)
 
-    def _outlook(self, view: View) -> Outlook:
-        return outlook_of(view, self._settings.excess) if self._known is None else self._known
+    def _needs(self, view: View) -> Needs:
+        return Needs(view, self._settings) if self._known is None else self._known
 
     def order(self, view: View) -> Sequence[AppView]:
-        """Return the apps in the order of their places, tenants by GPU time first where they come first."""
-        places = self._places(view)
-        keys: Sequence[tuple[object, ...]] = [places[app.app] for app in view.apps]
+        """Return the apps in the order of their first turns, tenants by GPU time first where they come first."""
+        first = self._needs(view).first
+        keys: Sequence[tuple[object, ...]] = first
         if self._by_tenant(view):
             standings = Standings(view, today_first=False)
             tenants = {tenant: standings.place_of_tenant(tenant) for tenant in {app.tenant for app in view.apps}}
-            keys = [(tenants[app.tenant], places[app.app]) for app in view.apps]
+            keys = [(tenants[app.tenant], key) for app, key in zip(view.apps, first, strict=True)]
         return [view.apps[index] for index in sorted(range(len(keys)), key=keys.__getitem__)]
 
     def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
-        """Yield each app once for all it wants; where tenants come first, the tenant with the least again and again."""
-        if not self._by_tenant(view):
-            return super().turns(view, order, selection)
-        rank = {app.app: place for place, app in enumerate(order)}
-        standings = Standings(view, today_first=False)
-        return tenant_by_tenant(view, selection, standings, lambda app: float(rank[app.app]))
+        """Yield one gang's turn again and again: of the app that needs it most, of the first tenant if these count."""
+        needs = self._needs(view)
+
+        def place(app: AppView) -> Place:
+            return needs.place(app, selection.has(app))
+
+        if self._by_tenant(view):
+            yield from tenant_by_tenant(view, selection, Standings(view, today_first=False), place)
+            return
+        queue = sorted((key, at) for at, key in enumerate(needs.first) if view.apps[at].want > 0)
+        while queue and selection.left > 0:
+            _, at = heappop(queue)
+            app, before = view.apps[at], selection.left
+            if app.gang > before and not (app.kept or app.renewable or selection.told):
+                continue
+            yield app, turn_of(app)
+            if selection.left < before and selection.has(app) < app.demand_max:
+                heappush(queue, (place(app), at))
 
     def figures(self, view: View) -> Callable[[AppView], str]:
-        """Return what says the time to spare, when the app is due, and the run time that it has left."""
-        outlook = self._outlook(view)
+        """Return what says the need of an app, when it is due, and the run time that it has left."""
+        outlook = self._needs(view).outlook
+        works = outlook.works
         rows = zip(
-            outlook.spare_s, outlook.due_s, outlook.works.fair_s.tolist(), outlook.works.left_s.tolist(), outlook.words,
-            strict=True,
-        )  # fmt: skip
+            outlook.needs, outlook.due_s, works.fair_s.tolist(), works.left_s.tolist(), outlook.words, strict=True
+        )
         known = dict(zip([app.app for app in view.apps], rows, strict=True))
 
         def said(app: AppView) -> str:
-            spare, due, fair, left, word = known[app.app]
+            need, due, fair, left, word = known[app.app]
             return (
-                f"{spare:.4g} s: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of {fair:.4g} "
-                f"s, and {left:.4g} s {_WORDS[word].format(app=app)}"
+                f"{need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of {fair:.4g} s, "
+                f"and {left:.4g} s {_WORDS[word].format(app=app)}"
             )
 
         return said
@@ -130,17 +151,36 @@ class MaxMinFtf(Ranked):
     def _by_tenant(self, view: View) -> bool:
         return self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1
 
-    def _places(self, view: View) -> dict[AppId, tuple[bool, bool, float]]:
-        """Return by what apps are served, the least first: whether it can wait, whether its word is bad, a time."""
-        outlook = self._outlook(view)
-        fair_s = outlook.works.fair_s.tolist()
-        rows = zip(view.apps, outlook.spare_s, outlook.due_s, fair_s, outlook.words, strict=True)
-        found = {}
-        for app, spare, due, fair, word in rows:
-            bonus = self._settings.patience * move_s(app) if app.renewable else 0.0
-            must_run = spare - bonus < view.lease_s
-            found[app.app] = (not must_run, word != "kept", (spare - bonus) / fair if must_run else due - bonus)
-        return found
+
+#: A place among the apps, the least first: those that cannot be let wait, then by need.
+Place = tuple[bool, float]
+
+
+class Needs:
+    """The needs of the apps of a round, and the order of their turns that follows."""
+
+    def __init__(self, view: View, settings: Settings) -> None:
+        self.outlook = outlook = outlook_of(view, settings)
+        grace_s = [settings.patience * move_s(app) if app.renewable else 0.0 for app in view.apps]
+        of_held = needs_of(outlook.works, np.array(outlook.due_s) - np.array(grace_s), outlook.words).tolist()
+        rows = list(zip(outlook.can_wait, outlook.needs, of_held, strict=True))
+        self._rows = dict(zip([app.app for app in view.apps], rows, strict=True))
+        #: The places before a GPU is dealt, in the order of the view.
+        self.first = [_place(row, app, len(app.kept)) for row, app in zip(rows, view.apps, strict=True)]
+
+    def place(self, app: AppView, has: int) -> Place:
+        """Return the place of an app that has so many GPUs in this round."""
+        return _place(self._rows[app.app], app, has)
+
+
+def _place(row: tuple[bool, float, float], app: AppView, has: int) -> Place:
+    """Return the place of an app: its need for each GPU that it has, with one more gang.
+
+    *Source:* D'Hondt's highest averages, which deals seats in parts.
+    """
+    can_wait, need, need_of_held = row
+    keeps = app.renewable and has + app.gang <= len(app.kept) + len(app.renewable)
+    return can_wait, -(need_of_held if keeps else need) / (has + app.gang)
 
 
 class Outlook(NamedTuple):
@@ -149,17 +189,32 @@ class Outlook(NamedTuple):
     works: Works
     ratio: float  #: r*
     due_s: Sequence[float]  #: seconds from now to r* times T_id; negative where that is over
-    spare_s: Sequence[float]  #: of that, what is not needed to end the app
+    needs: Sequence[float]
     words: Sequence[Word]
+    can_wait: Sequence[bool]  #: whether an app has no word that can be taken, and time until it is due
 
 
-def outlook_of(view: View, excess: float = DEFAULTS.excess) -> Outlook:
-    """Return r* of a round, and the time that each app can spare; see `Settings.excess`."""
-    gpus = max(1, view.cluster_gpus)
-    works, words = _works(view, _figures(view), gpus, excess)
-    ratio = least_ratio(works, gpus)
+def outlook_of(view: View, settings: Settings = DEFAULTS) -> Outlook:
+    """Return r* of a round, and when each app is due and what it needs."""
+    works, ratio, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
     due = ratio * works.fair_s - works.age_s
-    return Outlook(works, ratio, due.tolist(), (due - MARGIN * works.left_s).tolist(), words)
+    can_wait = [
+        word != "kept" and spare > 0.0 for word, spare in zip(words, (due - works.left_s).tolist(), strict=True)
+    ]
+    return Outlook(works, ratio, due.tolist(), needs_of(works, due, words).tolist(), words, can_wait)
+
+
+def needs_of(works: Works, due: Figures, words: Sequence[Word]) -> Figures:
+    """Return the needs of apps that are due in so many seconds: GPUs by how much of the time they must have them.
+
+    An app with W GPU-seconds left, which take L seconds on all that it can use, needs W / d GPUs on average until it
+    is due in d seconds, and must run for the part L / d of the time. The need is the product of both. An app whose word
+    cannot be taken never needs more than the GPUs that it can use.
+    """
+    most = np.array([HASTE_MAX if word == "kept" else 1.0 for word in words])
+    haste = works.left_s / np.maximum(due, works.left_s / most)
+    needs: Figures = works.left_gpu_s / works.left_s * haste**2
+    return needs
 
 
 class _Told(NamedTuple):
@@ -191,11 +246,12 @@ def _figures(view: View) -> _Told:
     return _Told(*rows.reshape(-1, len(_Told._fields)).T)
 
 
-def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Sequence[Word]]:
-    """Return the apps as a fluid schedule sees them, and how far the word of each can be taken.
+def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Works, float, Sequence[Word]]:
+    """Return the apps as a fluid schedule sees them, r*, and how far the word of each can be taken.
 
     It is worked out for all apps at once, as there may be thousands; `View.left_s` and its like say the same of one.
     """
+    excess = settings.excess
     wide = told.shown > 0.0
     demand, times = (
         np.where(wide, told.shown, told.demand_max),
@@ -216,12 +272,12 @@ def _works(view: View, told: _Told, gpus: int, excess: float) -> tuple[Works, Se
     stretch = np.where(beyond | (usual > 0.0), np.maximum(1.0, total / declared), 1.0)
     least_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
     left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
-    # T_cluster follows from the declaration: what an app tells of it could be too short all by itself.
+    # What an app tells of T_cluster could be too short all by itself, unlike its declaration.
     declared_s = told.declared_gpu_s / np.clip(told.demand_held, 1.0, gpus)
-    cluster_s = np.where(told.declared_gpu_s > 0.0, declared_s, told.alone_s)
+    by_word = (told.declared_gpu_s <= 0.0) | ((settings.cluster_time == "told") & (told.alone_s > 0.0))
+    cluster_s = np.where(by_word, told.alone_s, declared_s)
     alone_s = np.maximum(LEFT_MIN_S, np.where(cluster_s > 0.0, cluster_s * stretch * times, total / width))
     age_s = np.maximum(0.0, view.now - told.arrived_at)
     means = np.maximum(1.0, (view.apps_integral - told.apps_integral) / np.maximum(age_s, 1e-9))
-    fair_s = alone_s * mean_apps(age_s, means, left_s, left_gpu_s, gpus)
     words: list[Word] = np.select([silent, wide, beyond], ["none", "wide", "broken"], "kept").tolist()
-    return Works(age_s, fair_s, left_s, left_gpu_s), words
+    return *forecast(age_s, means, alone_s, left_s, left_gpu_s, gpus), words
