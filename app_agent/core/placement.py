@@ -70,7 +70,8 @@ def _move_parked_jobs(app: App, wanted: Sequence[Job]) -> None:
         parked_on = {gpu for other in app.state.jobs if isinstance(other.state, Suspended) for gpu in other.gpus}
         free = sorted((held.gpu for held in _free_gpus(app)), key=lambda gpu: gpu in parked_on)
         lost = [gpu for gpu in state.gpus if gpu not in free]
-        onto = dict(zip(lost, (gpu for gpu in free if gpu in state.other_gpus), strict=False))
+        fresh = (gpu for gpu in free if gpu in state.other_gpus and gpu not in state.gpus)
+        onto = dict(zip(lost, fresh, strict=False))
         if len(onto) == len(lost):
             _replace_job(app, jobs.move(job, tuple([onto.get(gpu, gpu) for gpu in state.gpus])))
 

@@ -440,6 +440,22 @@ def test_a_job_on_several_gpus_moves_those_that_it_must() -> None:
     assert bench.wished() == (0, "n1g3 n1g1")
 
 
+def test_a_job_that_is_to_move_and_loses_a_gpu_does_not_count_another_of_its_gpus_twice() -> None:
+    """In world 1847000709 (maxmin-ftf) an app wished for one GPU twice, was refused for ever, and never ended."""
+    bench = Bench(gang=2)
+    bench.grant("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=9, can_checkpoint=False))
+    bench.preempt("n1g0 n1g1")
+    parked = movable("n1g0 n1g1", "n1g2", "n1g3")
+    bench.holdings("n1g1 n1g3", parked)
+    assert bench.wished() == (0, "n1g3 n1g1")
+    bench.preempt("n1g1")
+    bench.holdings("n1g3", parked)
+    assert bench.wished() == (0, "n1g0 n1g1")
+    bench.holdings("n1g2 n1g3", parked)
+    assert bench.wished() == (0, "n1g2 n1g3")
+
+
 def test_a_trial_moves_first_to_a_gpu_on_which_no_other_is_parked() -> None:
     bench = searching("n1g0 n1g1 n1g2 n1g3")
     over = {"phase": "suspended", "can_checkpoint": False}
