@@ -534,7 +534,7 @@ def submitting(size: Mapping[str, int], calibration: Calibration) -> Case:
 
 def looking_ahead(size: Mapping[str, int], calibration: Calibration) -> Case:
     """Let both policies decide about GPUs that are all in play; of some decisions the quickest counts."""
-    # las knows no tenants, and lets apps that run go on
+    # las knows no tenants, and lets apps that run go on: with little patience an app moves, and las has no such round
     plain = {"maxmin-ftf": {"tenants_first": False, "patience": 1e9}}
     ours_s, las_s = (min(_decisions_s(size, policy, calibration, policies=plain)) for policy in ("maxmin-ftf", "las"))
     return {"spent_s": ours_s, "parts": 1, "las_s": las_s}

@@ -53,7 +53,7 @@ from simulator.workload.themis import Kind
 
 SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
-#: Policies that share, of which the best is the measure for what fairness costs.
+#: The best of these is the measure for what fairness costs.
 FAIR = ("themis", "gandiva-placement", "las")
 OTHERS = (*FAIR, "srtf", "srsf", "optimus", "slaq", "dorm", "drf", "astraea")
 #: Goals: in so many of the cells the greatest rho is the least of all, and never further above that of the best; GPU

@@ -9,6 +9,7 @@ each has its rank and its connection, and after a reconnect the newest connectio
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import socket
 import struct
@@ -93,7 +94,8 @@ class WorkerSocket:
             marker.setblocking(False)
             marker.bind("")  # the kernel chooses a name that no other has
             self._marker = marker.getsockname()
-            marker.connect(str(self._path))
+            while marker.connect_ex(str(self._path)) == errno.EAGAIN:  # noqa: ASYNC110 - the queue is full
+                await asyncio.sleep(0.01)
             await asyncio.get_running_loop().sock_recv(marker, 1)
         await self._silent.wait()
 

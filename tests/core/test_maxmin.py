@@ -161,15 +161,15 @@ def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
     assert needs_of(each, due, ["broken"] * 4).tolist() == [1.0, 4.0, 4.0, 0.25]
 
 
-def test_the_reason_tells_the_time_to_spare_and_where_it_comes_from() -> None:
+def test_the_reason_tells_the_need_and_where_it_comes_from() -> None:
     view = later(round_of(gpus_of(1), app("a", left_s=100.0, alone_s=100.0), job("b")), 1000.0)
     outlook = outlook_of(view)
     _, outcomes = decided(POLICY, view)
-    need, due, fair = (figures[0] for figures in (outlook.needs, outlook.due_s, outlook.works.fair_s))
-    assert need == pytest.approx(min(4.0, 100.0 / due) ** 2)
+    due, fair = outlook.due_s[0], outlook.works.fair_s[0]
+    need = min(4.0, 100.0 / due) ** 2
     assert outcomes["a"].reason == (
-        f"number 1 by need ({need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair "
-        f"time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"
+        f"number 1 by need for each GPU ({need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its "
+        f"fair time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"
     )
     assert "60 s are taken to be left of it, as it tells none): nothing is left" in outcomes["b"].reason
 
@@ -179,10 +179,8 @@ def test_an_app_that_tells_nothing_waits_for_those_that_tell_until_it_is_late() 
     silent = job("silent", demand_max=2)
     apps = [silent, replace(app("told", left_s=600.0, alone_s=600.0), left_gpu_s=1200.0, demand_max=2)]
     early = later(round_of(gpus_of(2), *apps), 9000.0)
-    assert outlook_of(early).can_wait == [True, False]
     assert counts(POLICY, early) == {"silent": 0, "told": 2}
     late = later(round_of(gpus_of(2), *apps), 9000.0, silent=0.0)
-    assert outlook_of(late).can_wait == [False, False]
     assert counts(POLICY, late) == {"silent": 1, "told": 1}
 
 
@@ -200,6 +198,26 @@ def test_an_app_that_runs_gives_way_if_the_other_needs_it_more_by_more_than_a_mo
     assert 20.0 < outlook.due_s[0] - outlook.due_s[1] < 200.0
     _, outcomes = decided(POLICY, view, patience=patience)
     assert bool(outcomes["waits"].gpus) is gives_way
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_of_two_apps_that_are_equally_late_the_one_that_runs_goes_on(*, tells: bool) -> None:
+    gpus = gpus_of(1)
+    left = {"left_s": 500.0} if tells else {}
+    waits = replace(job("waits", **left), alone_s=10.0)
+    runs = replace(job("runs", **left, renewable=names(gpus), leases=1), alone_s=10.0, granted_sum=9e3, left_at=9e3)
+    assert counts(POLICY, later(round_of(gpus, waits, runs), 9000.0, waits=0.0, runs=0.0)) == {"waits": 0, "runs": 1}
+
+
+def test_an_app_that_tells_nothing_and_runs_goes_on_if_it_would_be_late_by_what_a_move_costs() -> None:
+    gpus = gpus_of(1)
+    runs = replace(job("runs", renewable=names(gpus), leases=1), granted_sum=9e3, served_gpu_s=60.0, move_s=100.0)
+    view = later(round_of(gpus, runs, app("told", left_s=100.0, alone_s=50.0)), 9000.0, runs=8700.0)
+    outlook = outlook_of(view)
+    assert 0.0 < outlook.due_s[0] - outlook.works.left_s[0] < 300.0
+    for patience, goes_on in ((0.0, False), (3.0, True)):
+        _, outcomes = decided(POLICY, view, patience=patience)
+        assert bool(outcomes["told"].gpus) is not goes_on
 
 
 def test_tenants_come_first_unless_the_site_says_otherwise() -> None:
@@ -336,7 +354,7 @@ def test_a_lease_that_begins_while_the_others_are_being_renewed_ends_with_these(
     assert ends(site) == {"ana-1": 1400.0, "bob-1": 1400.0}
 
 
-def test_an_app_that_must_run_has_to_wait_for_the_end_of_the_leases() -> None:
+def test_an_app_that_is_late_has_to_wait_for_the_end_of_the_leases() -> None:
     site = site_of(1)
     told(site, "ana-1")
     site.wait(10.0)

@@ -672,16 +672,17 @@ def by_need(view: View) -> dict[str, int]:
     """One gang at a time to the tenant that has none, then by need for each GPU, with one more gang."""
     outlook = outlook_of(view)
 
-    def place(app: AppView, got: Mapping[str, int]) -> tuple[bool, float]:
+    def place(app: AppView, got: Mapping[str, int]) -> tuple[bool, float, bool]:
         at = view.apps.index(app)
         due, left = outlook.due_s[at], outlook.works.left_s[at]
-        silent = app.left_gpu_s is None
-        can_wait, most = silent and due > left, 1.0 if silent else 4.0
-        if got[app.app] < len(app.renewable):
+        holds = got[app.app] + app.gang <= len(app.renewable)
+        if holds:
             due -= 3.0 * (app.move_s or 60.0)
+        silent = app.left_gpu_s is None
+        most = 1.0 if silent else 4.0
         haste = most if due <= left / most else left / due
         need = outlook.works.left_gpu_s[at] / left * haste**2
-        return can_wait, -need / (got[app.app] + app.gang)
+        return silent and due > left, -need / (got[app.app] + app.gang), not holds
 
     return dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, place(app, got)))
 

@@ -6,7 +6,7 @@ import asyncio
 import os
 import socket
 from collections.abc import AsyncIterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -124,6 +124,22 @@ async def test_a_process_that_ended_before_its_connection_was_taken_is_heard_bef
         await site.socket.wait_silent()
     assert [type(line) for _, line in site.said] == [Hello, Finished]
     assert site.left == [0]
+
+
+async def test_a_process_that_ended_is_heard_though_no_more_connections_fit_in_the_queue(site: Site) -> None:
+    hello = Hello(1, TASK, os.getpid(), "running", -1, -1, 0, True, True)
+    with socket.socket(socket.AF_UNIX) as worker, ExitStack() as stack:
+        worker.connect(str(site.path))
+        worker.sendall(encode_line(hello) + encode_line(Finished(9, {"accuracy": 0.5})))
+        worker.shutdown(socket.SHUT_WR)
+        with suppress(BlockingIOError):
+            while True:
+                other = stack.enter_context(socket.socket(socket.AF_UNIX))
+                other.setblocking(False)
+                other.connect(str(site.path))
+    async with asyncio.timeout(PATIENCE_S):
+        await site.socket.wait_silent()
+    assert [type(line) for _, line in site.said] == [Hello, Finished]
 
 
 async def test_a_process_that_says_nothing_is_waited_for_as_long_as_it_is_connected(site: Site) -> None:

@@ -63,10 +63,10 @@ _WORDS: Final[Mapping[Word, str]] = {
 class Settings(PolicySettings, frozen=True):
     """How tenants count, and how lightly an app that runs gives way."""
 
-    tenants_first: bool = True  #: GPUs go to tenants first, by GPU time; the order is one within each tenant
+    tenants_first: bool = True  #: GPUs go to tenants first, by GPU time; needs count within each tenant
     #: An app counts as due sooner, for the gangs that it holds, by so many times the cost of a move.
     patience: float = 3.0
-    #: An app that takes so many times the GPU time that it declared is the last of its equals. inf: none is.
+    #: An app that takes so many times the GPU time that it declared waits for others until it is late. inf: none does.
     excess: float = 2.0
     #: T_cluster follows from what an app declared, or is what the app tells of it.
     cluster_time: Literal["declared", "told"] = "declared"
@@ -85,7 +85,7 @@ class MaxMinFtf(Ranked):
 
     traits = Traits("lease", together=True, all_holders=True, judges_demand=True)
     migrates: ClassVar[bool] = True
-    by = "by need"
+    by = "by need for each GPU"
 
     def __init__(self, settings: Settings = DEFAULTS, needs: Needs | None = None) -> None:
         self._settings = settings
@@ -132,18 +132,16 @@ class MaxMinFtf(Ranked):
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the need of an app, when it is due, and the run time that it has left."""
-        outlook = self._needs(view).outlook
-        works = outlook.works
-        rows = zip(
-            outlook.needs, outlook.due_s, works.fair_s.tolist(), works.left_s.tolist(), outlook.words, strict=True
-        )
+        needs = self._needs(view)
+        outlook, works = needs.outlook, needs.outlook.works
+        rows = zip(needs.first, outlook.due_s, works.fair_s.tolist(), works.left_s.tolist(), outlook.words, strict=True)
         known = dict(zip([app.app for app in view.apps], rows, strict=True))
 
         def said(app: AppView) -> str:
-            need, due, fair, left, word = known[app.app]
+            place, due, fair, left, word = known[app.app]
             return (
-                f"{need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of {fair:.4g} s, "
-                f"and {left:.4g} s {_WORDS[word].format(app=app)}"
+                f"{-place[1]:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its fair time of "
+                f"{fair:.4g} s, and {left:.4g} s {_WORDS[word].format(app=app)}"
             )
 
         return said
@@ -152,8 +150,8 @@ class MaxMinFtf(Ranked):
         return self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1
 
 
-#: A place among the apps, the least first: those that cannot be let wait, then by need.
-Place = tuple[bool, float]
+#: A place among the apps, the least first: those that cannot wait, then by need, then those that hold the gang.
+Place = tuple[bool, float, bool]
 
 
 class Needs:
@@ -161,9 +159,9 @@ class Needs:
 
     def __init__(self, view: View, settings: Settings) -> None:
         self.outlook = outlook = outlook_of(view, settings)
-        grace_s = [settings.patience * move_s(app) if app.renewable else 0.0 for app in view.apps]
-        of_held = needs_of(outlook.works, np.array(outlook.due_s) - np.array(grace_s), outlook.words).tolist()
-        rows = list(zip(outlook.can_wait, outlook.needs, of_held, strict=True))
+        due_s = np.array(outlook.due_s)
+        grace_s = np.array([settings.patience * move_s(app) if app.renewable else 0.0 for app in view.apps])
+        rows = list(zip(_standings(outlook, due_s), _standings(outlook, due_s - grace_s), strict=True))
         self._rows = dict(zip([app.app for app in view.apps], rows, strict=True))
         #: The places before a GPU is dealt, in the order of the view.
         self.first = [_place(row, app, len(app.kept)) for row, app in zip(rows, view.apps, strict=True)]
@@ -173,14 +171,23 @@ class Needs:
         return _place(self._rows[app.app], app, has)
 
 
-def _place(row: tuple[bool, float, float], app: AppView, has: int) -> Place:
+def _standings(outlook: Outlook, due_s: Figures) -> Iterator[tuple[bool, float]]:
+    """Return of each app whether it can wait, and its need, if apps are due in so many seconds.
+
+    An app can wait that has no word that can be taken, and time until it is due.
+    """
+    can_wait = np.array([word != "kept" for word in outlook.words]) & (due_s > outlook.works.left_s)
+    return zip(can_wait.tolist(), needs_of(outlook.works, due_s, outlook.words).tolist(), strict=True)
+
+
+def _place(row: tuple[tuple[bool, float], tuple[bool, float]], app: AppView, has: int) -> Place:
     """Return the place of an app: its need for each GPU that it has, with one more gang.
 
     *Source:* D'Hondt's highest averages, which deals seats in parts.
     """
-    can_wait, need, need_of_held = row
-    keeps = app.renewable and has + app.gang <= len(app.kept) + len(app.renewable)
-    return can_wait, -(need_of_held if keeps else need) / (has + app.gang)
+    is_held = bool(app.renewable) and has + app.gang <= len(app.kept) + len(app.renewable)
+    can_wait, need = row[is_held]
+    return can_wait, -need / (has + app.gang), not is_held
 
 
 class Outlook(NamedTuple):
@@ -189,19 +196,14 @@ class Outlook(NamedTuple):
     works: Works
     ratio: float  #: r*
     due_s: Sequence[float]  #: seconds from now to r* times T_id; negative where that is over
-    needs: Sequence[float]
     words: Sequence[Word]
-    can_wait: Sequence[bool]  #: whether an app has no word that can be taken, and time until it is due
 
 
 def outlook_of(view: View, settings: Settings = DEFAULTS) -> Outlook:
-    """Return r* of a round, and when each app is due and what it needs."""
+    """Return r* of a round, and when each app is due."""
     works, ratio, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
     due = ratio * works.fair_s - works.age_s
-    can_wait = [
-        word != "kept" and spare > 0.0 for word, spare in zip(words, (due - works.left_s).tolist(), strict=True)
-    ]
-    return Outlook(works, ratio, due.tolist(), needs_of(works, due, words).tolist(), words, can_wait)
+    return Outlook(works, ratio, due.tolist(), words)
 
 
 def needs_of(works: Works, due: Figures, words: Sequence[Word]) -> Figures:
