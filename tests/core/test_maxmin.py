@@ -93,7 +93,9 @@ def test_without_apps_there_is_nothing_to_be_late_for() -> None:
 
 
 def test_a_round_without_apps_has_an_outlook() -> None:
-    assert outlook_of(round_of(gpus_of(2))).ratio == 1.0
+    view = round_of(gpus_of(2))
+    assert outlook_of(view).ratio == 1.0
+    assert decided(POLICY, view)[1] == {}
 
 
 def test_t_id_counts_the_apps_that_will_be_there_until_the_app_is_due() -> None:

@@ -176,7 +176,8 @@ def _standings(outlook: Outlook, due_s: Figures) -> Iterator[tuple[bool, float]]
 
     An app can wait that has no word that can be taken, and time until it is due.
     """
-    can_wait = np.array([word != "kept" for word in outlook.words]) & (due_s > outlook.works.left_s)
+    unsure = np.array([word != "kept" for word in outlook.words], dtype=np.bool_)
+    can_wait = unsure & (due_s > outlook.works.left_s)
     return zip(can_wait.tolist(), needs_of(outlook.works, due_s, outlook.words).tolist(), strict=True)
 
 
