@@ -112,6 +112,16 @@ def both_suspended(bench: Bench) -> None:
     assert bench.gpu_status(0).empty
 
 
+def one_refused() -> tuple[Bench, Order]:
+    """A task of two processes that was told to go on, and its first process has refused; with that order."""
+    bench = two_ranks()
+    both_suspended(bench)
+    bench.plan(task_order(TASK, 0, 1))
+    order = bench.ordered()
+    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    return bench, order
+
+
 def test_a_task_of_which_one_process_cannot_go_on_keeps_its_gpus_and_is_asked_again() -> None:
     """Its others train: taken for suspended, they would be on seats that another task may have."""
     bench = two_ranks()
@@ -144,11 +154,7 @@ def test_a_task_of_which_no_process_can_go_on_waits_parked_as_none_is_on_its_gpu
 
 
 def test_a_task_keeps_its_gpus_while_one_process_has_not_said_whether_it_goes_on() -> None:
-    bench = two_ranks()
-    both_suspended(bench)
-    bench.plan(task_order(TASK, 0, 1))
-    order = bench.ordered()
-    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    bench, order = one_refused()
     bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq + 1000, "no host memory for an arena"), 0))
     assert bench.status(TASK).phase == "resuming"
     assert not bench.gpu_status(0).empty
@@ -156,11 +162,7 @@ def test_a_task_keeps_its_gpus_while_one_process_has_not_said_whether_it_goes_on
 
 def test_a_process_that_has_finished_is_not_taken_for_one_that_is_suspended() -> None:
     """Both refuse to resume, and one of the two is on its GPU, about to exit."""
-    bench = two_ranks()
-    both_suspended(bench)
-    bench.plan(task_order(TASK, 0, 1))
-    order = bench.ordered()
-    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    bench, order = one_refused()
     bench.say(WorkerSaid(TaskId(TASK), Resumed(order.seq, 99, 0.1), 1))
     bench.say(WorkerSaid(TaskId(TASK), Finished(99), 1))
     bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "training has ended"), 1))
@@ -192,11 +194,7 @@ def test_a_process_that_stands_beside_one_that_has_finished_is_told_to_go_on_onc
 
 
 def test_a_task_that_could_be_resumed_in_the_end_saves_and_leaves_later_on() -> None:
-    bench = two_ranks()
-    both_suspended(bench)
-    bench.plan(task_order(TASK, 0, 1))
-    order = bench.ordered()
-    bench.say(WorkerSaid(TaskId(TASK), Refused(order.seq, "out of memory"), 0))
+    bench, _ = one_refused()
     (again,) = [effect.order for effect in bench.wait(ASK_AGAIN_S) if isinstance(effect, OrderWorker)]
     all_say(bench, lambda _: Resumed(again.seq, 25, 0.0))
     assert "resume" not in bench.core.state.tasks[TaskId(TASK)].facts.refused

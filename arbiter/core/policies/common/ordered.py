@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from heapq import heapify, heappop, heappush
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 from arbiter.core.placement.assignment import (
     Deal,
@@ -34,6 +34,9 @@ from protocol.messages import AppId, Bid, GpuId, locality
 
 #: An app moves closer together only if what is left of it takes so many times what the move costs.
 MOVE_PAYS = 10.0
+
+#: By what an app's turns are ordered, the least first.
+Need = TypeVar("Need", float, tuple[bool, float, bool])
 
 #: An app whose turn it is, and the most GPUs it may take in it; None: all it wants.
 Pick = tuple[AppView, int | None]
@@ -426,7 +429,7 @@ def by_least(view: View, keys: Sequence[float]) -> list[AppView]:
 
 
 def gang_by_gang(
-    order: Sequence[AppView], selection: Selection, need: Callable[[AppView, int], float]
+    order: Sequence[AppView], selection: Selection, need: Callable[[AppView, int], Need]
 ) -> Iterator[Pick]:
     """Yield the app that needs one more gang most, until none can be served: the least of `need(app, GPUs it has)`.
 

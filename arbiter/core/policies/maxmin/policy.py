@@ -30,15 +30,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import heappop, heappush
 from operator import attrgetter
 from typing import ClassVar, Final, Literal, NamedTuple
 
 import numpy as np
 
 from arbiter.core.placement.assignment import move_s
-from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant, turn_of
+from arbiter.core.policies.common.ordered import Pick, Ranked, Selection, gang_by_gang
+from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.policies.maxmin.fluid import Figures, Works, forecast
 from arbiter.core.seam import Allocation, AppView, Clock, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
@@ -113,22 +112,10 @@ class MaxMinFtf(Ranked):
     def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield one gang's turn again and again: of the app that needs it most, of the first tenant if these count."""
         needs = self._needs(view)
-
-        def place(app: AppView) -> Place:
-            return needs.place(app, selection.has(app))
-
-        if self._by_tenant(view):
-            yield from tenant_by_tenant(view, selection, Standings(view, today_first=False), place)
-            return
-        queue = sorted((key, at) for at, key in enumerate(needs.first) if view.apps[at].want > 0)
-        while queue and selection.left > 0:
-            _, at = heappop(queue)
-            app, before = view.apps[at], selection.left
-            if app.gang > before and not (app.kept or app.renewable or selection.told):
-                continue
-            yield app, turn_of(app)
-            if selection.left < before and selection.has(app) < app.demand_max:
-                heappush(queue, (place(app), at))
+        if not self._by_tenant(view):
+            return gang_by_gang(view.apps, selection, needs.place)
+        standings = Standings(view, today_first=False)
+        return tenant_by_tenant(view, selection, standings, lambda app: needs.place(app, selection.has(app)))
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says the need of an app, when it is due, and the run time that it has left."""
@@ -161,7 +148,7 @@ class Needs:
         self.outlook = outlook = outlook_of(view, settings)
         due_s = np.array(outlook.due_s)
         grace_s = np.array([settings.patience * move_s(app) if app.renewable else 0.0 for app in view.apps])
-        rows = list(zip(_standings(outlook, due_s), _standings(outlook, due_s - grace_s), strict=True))
+        rows = list(zip(_needs_of_each(outlook, due_s), _needs_of_each(outlook, due_s - grace_s), strict=True))
         self._rows = dict(zip([app.app for app in view.apps], rows, strict=True))
         #: The places before a GPU is dealt, in the order of the view.
         self.first = [_place(row, app, len(app.kept)) for row, app in zip(rows, view.apps, strict=True)]
@@ -171,7 +158,7 @@ class Needs:
         return _place(self._rows[app.app], app, has)
 
 
-def _standings(outlook: Outlook, due_s: Figures) -> Iterator[tuple[bool, float]]:
+def _needs_of_each(outlook: Outlook, due_s: Figures) -> Iterator[tuple[bool, float]]:
     """Return of each app whether it can wait, and its need, if apps are due in so many seconds.
 
     An app can wait that has no word that can be taken, and time until it is due.
