@@ -18,6 +18,10 @@ STATE_SHARE = 0.5
 FIRST_SHARE = 0.01
 
 
+#: The metric by which a script says after how many mini-batches it has reported.
+REPORTED_AT = "reported_at_step"
+
+
 class Gpu(Struct, frozen=True):
     """One imaginary GPU and its place."""
 
@@ -67,18 +71,21 @@ class JobFacts(Struct, frozen=True):
         """Serial seconds of one mini-batch."""
         return self.work_s / self.steps
 
-    def value_at(self, step: int) -> float:
-        """Return the metric as the script reports it after `step` mini-batches: that of the newest report."""
-        said = [value for at, value in self.reports if at <= step]
-        return said[-1] if said else 0.0
-
     def reported(self, first: int, last: int) -> dict[str, float]:
         """Return the metrics that a process has reported which made the mini-batches from `first` to `last`."""
         return self.metrics_at(last) if any(first <= at <= last for at, _ in self.reports) else {}
 
     def metrics_at(self, step: int) -> dict[str, float]:
-        """Return the metrics of a progress report after `step` mini-batches."""
-        return {self.metric: self.value_at(step)} if self.metric else {}
+        """Return the metrics of a progress report after `step` mini-batches: those of the script's newest report.
+
+        The script reports beside its metric after how many mini-batches it did: node agents pass metrics on when they
+        change, and a loss that stands still for a while must not hide that a phase of the search is over.
+        """
+        if not self.metric:
+            return {}
+        said = [(at, value) for at, value in self.reports if at <= step]
+        at, value = said[-1] if said else (0, 0.0)
+        return {self.metric: value, REPORTED_AT: float(at)}
 
 
 class JobAccount(Struct):

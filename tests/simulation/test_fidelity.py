@@ -76,7 +76,7 @@ def test_what_is_measured_is_what_was_there() -> None:
 
 
 def test_leaving_and_parking_are_measured_where_leases_are_short() -> None:
-    hurried = replace(CALM, steps=200, lease_s=6.0)
+    hurried = replace(CALM, steps=240, lease_s=6.0)
     costs = replace(known().costs, suspend_s=0.4, resume_s=0.3)
     heard = simulate(hurried, known(costs=costs, starts=((0.0, 7.0),)), ("greeting", "leaving"))
     measured = measure(heard)

@@ -7,6 +7,7 @@ simulation and by Tiresias's simulator for every finish time (findings on the pe
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from msgspec.structs import replace
 
 from arbiter.core.registry import POLICIES
 from arbiter.core.state.model import ArbiterSettings
+from simulator import fluid
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT, NONE, Costs
 from simulator.figures.results import Run, summary
@@ -246,6 +248,21 @@ def test_a_trial_that_rests_by_its_own_search_was_not_preempted(policy: str) -> 
     assert [row.state for row in result.apps] == ["finished"]
     assert sum(row.state == "stopped" for row in result.jobs) == 3
     assert sum(row.preemptions for row in result.jobs) == 0
+
+
+@pytest.mark.parametrize(("gpus_max", "growth"), [(1, 1), (2, 2)], ids=["rigid", "elastic"])
+def test_a_trial_stops_at_the_end_of_its_phase_also_where_its_loss_stands_still(gpus_max: int, growth: int) -> None:
+    """Trials of 1, 2, 3 and 9 s a step, the slowest are the best; curves of three points: until step 30 one loss."""
+    jobs = tuple(
+        JobPlan(70.0 * pace, 70, (9.0 - loss, 8.5 - loss, 8.2 - loss))
+        for pace, loss in ((1, 0.0), (2, 1.0), (3, 2.0), (9, 3.0))
+    )
+    plan = AppPlan("s", "team", 0.0, 1, gpus_max, jobs, search="halving", phase_growth=growth)
+    phases = fluid.course_of(plan).phases
+    assert phases == ({0: 10.0, 1: 20.0, 2: 30.0, 3: 90.0}, {2: 60.0, 3: 180.0}, {3: 360.0})
+    result = run([plan], "1x4", "fifo")
+    whole = [math.fsum(phase.get(number, 0.0) for phase in phases) for number in range(4)]
+    assert [row.useful_gpu_s + row.wasted_gpu_s for row in result.jobs] == pytest.approx(whole)
 
 
 def test_gpu_time_of_the_rows_is_that_of_all_leases_also_of_trials_that_are_dropped_last() -> None:
