@@ -7,8 +7,8 @@ from statistics import median
 
 from app_agent.core import jobs
 from app_agent.core.app import App
-from app_agent.core.model import Job, Placed, Suspended
-from protocol.messages import GpuId, device_of
+from app_agent.core.model import HeldGpu, Job, Placed, Suspended
+from protocol.messages import GpuId, device_of, locality
 
 #: An elastic job grows when that saves more than so many restarts; a measured restart counts before a declared one.
 GROWTH_GAIN_MIN = 2.0
@@ -89,6 +89,24 @@ def growth_pays(app: App, job: Job, gpus: int, slower: float = 1.0) -> bool:
     """Whether `gpus` GPUs, each `slower` times as slow, save enough of the job's time to pay for a restart."""
     left_s = max(0, app.facts.trials[job.number].steps_total - job.steps_done) * app.facts.serials_s[job.number]
     saved_s = left_s / max(1, len(job.gpus)) - slower * left_s / gpus
+    return saved_s > GROWTH_GAIN_MIN * (move_s(app) or app.state.spec.restart_s)
+
+
+# --- jobs that lie apart ----------------------------------------------------------------------------------------------
+
+
+def gatherable(app: App, job: Job) -> bool:
+    """Whether a running job could be started again on other GPUs without losing work."""
+    return job.cooperative and jobs.movable(job, app.state.spec) and jobs.begun(job)
+
+
+def gathering_pays(app: App, job: Job, gpus: Sequence[HeldGpu], onto: Sequence[HeldGpu]) -> bool:
+    """Whether GPUs that lie closer together save enough of this phase's time to pay for a restart on them."""
+    phase = app.scheduler.left(app.state.search, app.facts.trials)[0]
+    steps = next((item.steps for item in phase if item.trial == job.number), 0)
+    slowdown = app.facts.slowdown
+    faster = slowdown[locality(gpus)] - slowdown[locality(onto)]
+    saved_s = steps * app.facts.serials_s[job.number] / len(gpus) * faster
     return saved_s > GROWTH_GAIN_MIN * (move_s(app) or app.state.spec.restart_s)
 
 

@@ -16,13 +16,14 @@ GANG_PATIENCE_S = 60.0
 
 
 def divide(app: App, now: float) -> None:
-    """Take jobs off GPUs they must leave, start those that wait, grow one that gains, give back the useless GPUs."""
+    """Take jobs off GPUs they must leave, start those that wait, grow or move those that gain, give back the rest."""
     wanted = app.facts.runnable
     _leave_lost_gpus(app, set(wanted), now)
     _move_parked_jobs(app, jobs_of(app, wanted))
     _start_jobs(app, jobs_of(app, wanted), now)
     held_back = _held_back_gpus(app, wanted)
     held_back |= _grow_jobs(app, wanted, held_back, now)
+    held_back |= _gather_jobs(app, wanted, held_back, now)
     _give_back_gpus(app, wanted, held_back, now)
 
 
@@ -134,6 +135,26 @@ def _slowdown_by_growth(app: App, job: Job, more: Sequence[HeldGpu]) -> float:
     slowdown = app.facts.slowdown
     own = [app.state.held[gpu] for gpu in job.gpus if gpu in app.state.held]
     return slowdown[locality([*own, *more])] / slowdown[locality(own)]
+
+
+def _gather_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
+    """Let jobs leave in order to start again on GPUs that lie closer together; return those GPUs.
+
+    Only jobs that have all the GPUs they can use: others grow first.
+    """
+    state, used = app.state, set[GpuId]()
+    unused = [held for held in _free_gpus(app) if held.gpu not in held_back] if app.job_demand_max > 1 else []
+    for job in jobs_of(app, wanted) if unused else ():
+        own = [state.held[gpu] for gpu in job.gpus if gpu in state.held]
+        if not isinstance(job.state, Placed) or not demand.gatherable(app, job) or len(own) < app.job_demand_max:
+            continue
+        free = [held for held in unused if held.gpu not in used]
+        alone = [Asking(job.id, len(own), len(own), state.spec.spans)]
+        onto = [state.held[gpu] for gpu in division.divide([*own, *free], alone)[job.id]]
+        if demand.gathering_pays(app, job, own, onto):
+            used |= {held.gpu for held in onto if held not in own}
+            _replace_job(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
+    return used
 
 
 def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 import pytest
 
@@ -674,6 +676,61 @@ def test_a_job_that_cannot_checkpoint_does_not_grow() -> None:
     bench.grant("n1g0")
     bench.holdings("n1g0", status(TASK, "n1g0", step=9, step_s=1.0, can_checkpoint=False))
     assert bench.report.demand_max == 1
+
+
+def apart(*, step_s: float = 1.0, **facts: object) -> Bench:
+    """A job that runs on two GPUs of two nodes of a rack, where it is 1.1 times slower; 900 steps to go."""
+    bench = Bench(gang=2, spans=True, steps_total=1000, restart_s=10.0)
+    bench.grant("n1g0 n2g0")
+    bench.holdings("n1g0 n2g0", status(TASK, "n1g0 n2g0", step=99, start_step=-1, step_s=step_s, **facts))
+    return bench
+
+
+def test_a_job_that_lies_apart_moves_to_free_gpus_of_its_app_that_lie_together() -> None:
+    bench = apart()  # 900 s to go, 82 s less there
+    bench.grant("n3g0 n3g1")
+    assert bench.wished() == (0, ""), "it leaves in order to start again there"
+    assert bench.report.releases == ()
+    bench.holdings("n1g0 n2g0 n3g0 n3g1", exited(TASK, "n1g0 n2g0", "preempted", step=101))
+    assert bench.wished() == (1, "n3g0 n3g1")
+    assert bench.report.releases == ("L-n1g0", "L-n2g0")
+
+
+@pytest.mark.parametrize(
+    ("step_s", "free", "facts"),
+    [
+        pytest.param(0.2, "n3g0 n3g1", {}, id="it is nearly done"),
+        pytest.param(1.0, "n3g0 n4g0", {}, id="they lie apart likewise"),
+        pytest.param(1.0, "n3g0", {}, id="they are too few"),
+        pytest.param(1.0, "n3g0 n3g1", {"can_checkpoint": False}, id="it cannot save"),
+    ],
+)
+def test_a_job_that_lies_apart_stays_where_moving_does_not_pay(step_s: float, free: str, facts: Any) -> None:
+    bench = apart(step_s=step_s, **facts)
+    bench.grant(free)
+    assert bench.wished() == (0, "n1g0 n2g0")
+    bench.tick(60.0)
+    assert bench.report.releases == tuple(f"L-{gpu}" for gpu in free.split())
+
+
+def test_a_job_that_lies_apart_moves_together_by_one_free_gpu_beside_one_of_its_own() -> None:
+    bench = apart()
+    bench.grant("n2g1")
+    bench.holdings("n1g0 n2g0 n2g1", exited(TASK, "n1g0 n2g0", "preempted", step=101))
+    assert bench.wished() == (1, "n2g0 n2g1")
+    assert bench.report.releases == ("L-n1g0",)
+
+
+def test_only_what_is_left_of_its_phase_counts_for_a_trial_that_lies_apart() -> None:
+    trials = (("python", "a.py"), ("python", "b.py"))
+    search = {"metric": "loss", "mode": "min", "phase_steps": (110, 890)}
+    bench = Bench(trials=trials, gang=2, spans=True, steps_total=1000, restart_s=10.0, **search)
+    bench.grant("n1g0 n2g0")
+    bench.holdings("n1g0 n2g0", status(TASK, "n1g0 n2g0", step=99, start_step=-1, step_s=1.0))
+    assert bench.wished() == (0, "n1g0 n2g0")
+    bench.grant("n3g0 n3g1 n4g0 n4g1")
+    assert bench.wished() == (0, "n1g0 n2g0")
+    assert bench.wished(1) == (0, "n3g0 n3g1")
 
 
 # --- probes and bids ------------------------------------------------------------------------------------------------
