@@ -17,13 +17,22 @@ FiguresT = TypeVar("FiguresT")
 
 
 class Claim(Struct, frozen=True):
-    """A published figure, ours, the goal, and whether ours meets it; `met` is null where nothing is asked."""
+    """A published figure, ours, the goal, and whether ours meets it; `met` is null where nothing is asked.
+
+    `impossible` says of a goal that is missed that no scheduler could meet it, by a floor that was worked out.
+    """
 
     name: str
     paper: str
     ours: str
     goal: str
     met: bool | None
+    impossible: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """The verdict in a word, or none."""
+        return {True: "met", False: "impossible" if self.impossible else "**missed**", None: ""}[self.met]
 
 
 class Table(Struct, frozen=True):
@@ -63,10 +72,7 @@ def report_of(
 
 def text_of(report: Report) -> str:
     """Return the document as Markdown."""
-    claims = tuple(
-        (claim.name, claim.paper, claim.ours, claim.goal, {True: "met", False: "**missed**", None: ""}[claim.met])
-        for claim in report.claims
-    )
+    claims = tuple((claim.name, claim.paper, claim.ours, claim.goal, claim.verdict) for claim in report.claims)
     tables = (Table("Claims", ("claim", "paper", "ours", "goal", ""), claims), *report.tables)
     return "\n".join(f"## {table.name[0].upper()}{table.name[1:]}\n\n{_markdown(table)}\n" for table in tables)
 

@@ -58,7 +58,17 @@ def test_a_ratio_is_the_mean_over_seeds_of_equal_apps(known: dict[Case, Figures]
     assert claim.ours == "2.50 ± 6.35 (over fluid-fair-share 3.50 ± 6.35; at best 5.00 ± 12.71)"
     assert claim.name == "max rho, workload 1, 32 GPUs, contention 1: las / themis"
     assert claim.met is True
-    assert themis.ratio_claim(case, "las", (0,)).met is False, "2.0 is less than 2.2"
+    assert themis.ratio_claim(case, "las", (0,)).verdict == "**missed**", "2.0 is less than 2.2"
+
+
+def test_a_ratio_that_no_scheduler_can_reach_is_said_to_be_impossible(known: dict[Case, Figures]) -> None:
+    case = themis.base(SMALL)
+    known[case] = replace(figures(1.5), floor=1.0)
+    known[replace(case, policy=FLUID)] = figures(1.0)
+    known[replace(case, policy="las")] = figures(2.1)
+    known[replace(case, policy="srtf")] = figures(2.3)
+    assert themis.ratio_claim(case, "las", (0,)).verdict == "impossible", "2.1 over the floor of 1"
+    assert themis.ratio_claim(case, "srtf", (0,)).verdict == "**missed**", "2.3 over the floor, 1.53 over themis"
 
 
 @pytest.mark.parametrize(("theirs", "met"), [(1.10, True), (1.04, False)])
@@ -76,7 +86,7 @@ def test_errors_may_change_max_rho_a_little(known: dict[Case, Figures], wrong: t
     known[case] = figures(1.0)
     for number, rho in enumerate(wrong, start=1):
         known[replace(case, error=0.2, error_seed=number)] = figures(rho)
-    (claim,) = themis.errors_part(replace(SMALL, few_seeds=(0,), errors=2)).claims
+    (claim,) = themis.errors_part(replace(SMALL, seeds=(0,), errors=2)).claims
     assert claim.met is met
 
 
@@ -96,7 +106,7 @@ def test_contention_is_met_only_by_themis_alone_near_1(known: dict[Case, Figures
 
 
 def test_each_size_has_its_own_verdict(known: dict[Case, Figures]) -> None:
-    plan = replace(QUICK["published"], few_seeds=(0,), sizes=(("8x2", 0.0625), ("themis-32", 0.125)))
+    plan = replace(QUICK["published"], seeds=(0,), sizes=(("8x2", 0.0625), ("themis-32", 0.125)))
     for (cluster, scale), theirs in zip(plan.sizes, (1.9, 2.3), strict=True):
         case = replace(themis.base(plan, contention=4, cluster=cluster), scale=scale)
         known[case] = figures(1.0, floor=0.5)
