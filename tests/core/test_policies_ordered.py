@@ -478,6 +478,21 @@ def test_an_app_that_shrinks_keeps_the_machine_where_it_has_most() -> None:
     assert allocation.freed == names((gpus[0], gpus[3]))
 
 
+def test_an_app_that_shrinks_keeps_jobs_whole() -> None:
+    gpus = gpus_of(2, 2, 2)
+    pairs = (gpus[0], gpus[2]), (gpus[1], gpus[4]), (gpus[3], gpus[5])
+    shrunk = replace(app_of("a", gang=2, demand_max=4, renewable=names(gpus)), leases=6, spans=True)
+    shrunk = replace(shrunk, jobs=tuple(map(names, pairs)))
+    allocation, _ = decided("las", round_of(gpus, shrunk))
+    assert allocation.freed == names(pairs[2])
+    # The third job has another GPU whose lease does not end now; it would stop without this one.
+    (other,) = gpus_of(1, first=5)
+    bound = replace(shrunk, demand_max=3, gang=1, kept=(other,), renewable=names(gpus[2:]))
+    bound = replace(bound, jobs=(names(gpus[2:4]), names(gpus[4:5]), (other.gpu, gpus[5].gpu)))
+    allocation, _ = decided("las", round_of(gpus[2:], bound))
+    assert allocation.freed == names(gpus[3:5])
+
+
 def test_gpus_of_an_app_that_takes_no_part_are_freed() -> None:
     gpus = gpus_of(3)
     view = round_of(gpus, job("a"))

@@ -121,7 +121,7 @@ class Selection:
         """Let `app` keep up to so many of the GPUs that it holds and no app has been given; return how many."""
         spare = self._spare.get(app.app)
         if spare is None:
-            spare = list(app.renewable) if len(app.renewable) <= room else self._by_machine(app)
+            spare = list(app.renewable) if len(app.renewable) <= room else self._by_job(app)
         if self._deal is not None:
             spare = [gpu for gpu in spare if gpu in self._deal.left]
         kept, self._spare[app.app] = spare[:room], spare[room:]
@@ -131,11 +131,24 @@ class Selection:
                 self._deal.left.remove(gpu)
         return len(kept)
 
-    def _by_machine(self, app: AppView) -> list[GpuId]:
-        """Return the GPUs in play that `app` holds; first those on nodes where it has most."""
+    def _by_job(self, app: AppView) -> list[GpuId]:
+        """Return the GPUs in play that `app` holds, those of a job side by side: fewer of them leave as few jobs short.
+
+        First come jobs that have other GPUs, too, which are not in play; then those that lie closest together; then
+        those on nodes where the app has most. GPUs of no job come last.
+        """
         own = [self._views[gpu] for gpu in app.renewable]
-        counts = Counter(gpu.node for gpu in (*app.kept, *own))
-        return [gpu.gpu for gpu in sorted(own, key=lambda gpu: (-counts[gpu.node], gpu.node, gpu.gpu))]
+        held = {gpu.gpu: gpu for gpu in (*app.kept, *own)}
+        counts = Counter(gpu.node for gpu in held.values())
+        bound = {gpu.gpu for gpu in app.kept}
+        places: dict[GpuId, tuple[bool, int, int, int]] = {}
+        for number, job in enumerate(app.jobs):
+            lies = [held[gpu] for gpu in job if gpu in held]
+            most = max((counts[gpu.node] for gpu in lies), default=0)
+            places |= dict.fromkeys(job, (bound.isdisjoint(job), LOOSENESS[locality(lies)], -most, number))
+        idle = (True, len(LOOSENESS), 0, 0)
+        by_place = sorted(own, key=lambda gpu: (places.get(gpu.gpu, idle), -counts[gpu.node], gpu.node, gpu.gpu))
+        return [gpu.gpu for gpu in by_place]
 
     def _place(self, app: AppView, room: int, *, own_only: bool) -> int:
         """Give an app that needs a hole its GPUs now."""
