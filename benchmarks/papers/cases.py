@@ -45,7 +45,7 @@ Variant = Literal["", "no payments"]
 Setting = Literal["published", "harder"]
 FLUID = fluid.NAME
 #: Policies whose runs tell the floor, too.
-FLOORED = ("themis",)
+FLOORED = ("themis", "maxmin-ftf")
 #: Rules of ours that the published systems do not have.
 NO_RULES_OF_OURS: Knobs = (
     ("align_after_leases", "0"),

@@ -104,6 +104,7 @@ class Outcome(Struct, frozen=True):
     cpu_s: float
     jct_s: tuple[float | None, ...]
     worst: str = ""  #: the course of the app with the greatest rho, in words
+    floor: float = 0.0  #: the least greatest rho attainable with this run's N_avg; 0: not worked out
 
 
 class Plan(Struct, frozen=True):
@@ -179,7 +180,7 @@ def _published(cell: Cell) -> Outcome:
     found = run_case(case)
     return Outcome(
         found.max_rho, found.mean_rho, found.gpu_s, found.avg_jct_s, found.preemptions, found.unfinished, found.cpu_s,
-        jct_s=(), worst=found.worst,
+        jct_s=(), worst=found.worst, floor=found.floor,
     )  # fmt: skip
 
 
@@ -299,8 +300,10 @@ def _fairness(plan: Plan, setting: Setting) -> Part:
             runs[policy].append(each)
         ratios.append(found[OURS].max_rho / min(found[policy].max_rho for policy in OTHERS))
         rhos = (f"{found[policy].max_rho:.2f}" for policy in runs)
-        rows.append((f"{kind}, {contention:g}, {seed}", *rhos, f"{ratios[-1]:.2f}"))
-    columns = ("workload, contention, seed", *runs, f"{OURS} / least of the others")
+        floor = (f"{found[OURS].max_rho / found[OURS].floor:.2f}",) if setting == "published" else ()
+        rows.append((f"{kind}, {contention:g}, {seed}", *rhos, f"{ratios[-1]:.2f}", *floor))
+    over_floor = ("over its floor",) if setting == "published" else ()
+    columns = ("workload, contention, seed", *runs, f"{OURS} / least of the others", *over_floor)
     cells = Table(f"{setting}: greatest rho of each cell", columns, tuple(rows))
     return _claims(setting, ratios, runs), (cells, _means(setting, runs))
 
