@@ -6,7 +6,9 @@ The facts are derived again when the jobs or the search are new. They are never 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
+from itertools import chain
 from statistics import median
 from typing import Literal
 
@@ -51,6 +53,7 @@ class App:
         self.state = state
         self.scheduler: AppScheduler = scheduler_for(state.spec)
         self._facts: Facts | None = None
+        self._known_steps: tuple[Facts, Mapping[int, int]] | None = None
 
     @property
     def facts(self) -> Facts:
@@ -74,6 +77,18 @@ class App:
     def job_demand_max(self) -> int:
         """The most GPUs that one job can use in the present phase of the search."""
         return self.state.spec.demand_in(self.state.search.phase)
+
+    @property
+    def known_steps(self) -> Mapping[int, int]:
+        """The mini-batches that each job is known to have left, by its number: of a trial those of its phase."""
+        facts = self.facts
+        if self._known_steps is None or self._known_steps[0] is not facts:
+            steps: Counter[int] = Counter()
+            for item in chain.from_iterable(self.scheduler.left(self.state.search, facts.trials)):
+                if item.trial is not None:
+                    steps[item.trial] += item.steps
+            self._known_steps = facts, steps
+        return self._known_steps[1]
 
     def phase_demands(self, phases: int) -> tuple[int, ...]:
         """Return the most GPUs that one job can use in each of so many phases that are left, the present one first."""

@@ -10,8 +10,8 @@ from app_agent.core.app import App
 from app_agent.core.model import HeldGpu, Job, Placed, Suspended
 from protocol.messages import GpuId, device_of, locality
 
-#: An elastic job grows when that saves more than so many restarts; a measured restart counts before a declared one.
-GROWTH_GAIN_MIN = 2.0
+#: A job restarts elsewhere when that saves more than so many restarts; a measured restart counts before a declared one.
+RESTART_GAIN_MIN = 2.0
 
 
 def demand_max(app: App) -> int:
@@ -71,43 +71,39 @@ def resumable(app: App, job: Job) -> bool:
     return wanted and bool(seats_of(app, job))
 
 
-# --- elastic jobs -----------------------------------------------------------------------------------------------------
+# --- jobs that gain by a restart --------------------------------------------------------------------------------------
 
 
-def growable(app: App, job: Job) -> bool:
-    """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
-    return resizable(app, job) and jobs.begun(job) and growth_pays(app, job, app.job_demand_max)
-
-
-def resizable(app: App, job: Job) -> bool:
-    """Whether an attempt can go on with another number of GPUs: it is known to save a checkpoint when it leaves."""
-    spec = app.state.spec
-    return spec.elastic and job.cooperative and jobs.movable(job, spec)
-
-
-def growth_pays(app: App, job: Job, gpus: int, slower: float = 1.0) -> bool:
-    """Whether `gpus` GPUs, each `slower` times as slow, save enough of the job's time to pay for a restart."""
-    left_s = max(0, app.facts.trials[job.number].steps_total - job.steps_done) * app.facts.serials_s[job.number]
-    saved_s = left_s / max(1, len(job.gpus)) - slower * left_s / gpus
-    return saved_s > GROWTH_GAIN_MIN * (move_s(app) or app.state.spec.restart_s)
-
-
-# --- jobs that lie apart ----------------------------------------------------------------------------------------------
-
-
-def gatherable(app: App, job: Job) -> bool:
+def restartable(app: App, job: Job) -> bool:
     """Whether a running job could be started again on other GPUs without losing work."""
     return job.cooperative and jobs.movable(job, app.state.spec) and jobs.begun(job)
 
 
-def gathering_pays(app: App, job: Job, gpus: Sequence[HeldGpu], onto: Sequence[HeldGpu]) -> bool:
-    """Whether GPUs that lie closer together save enough of this phase's time to pay for a restart on them."""
-    phase = app.scheduler.left(app.state.search, app.facts.trials)[0]
-    steps = next((item.steps for item in phase if item.trial == job.number), 0)
+def resizable(app: App, job: Job) -> bool:
+    """Whether an attempt can go on with another number of GPUs: it is known to save a checkpoint when it leaves."""
+    return app.state.spec.elastic and job.cooperative and jobs.movable(job, app.state.spec)
+
+
+def growable(app: App, job: Job) -> bool:
+    """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
+    return (
+        resizable(app, job) and jobs.begun(job) and _pays(app, job, 1 / max(1, len(job.gpus)), 1 / app.job_demand_max)
+    )
+
+
+def restart_pays(app: App, job: Job, gpus: Sequence[HeldGpu], onto: Sequence[HeldGpu]) -> bool:
+    """Whether GPUs that are more than the job's own, or lie closer together, save enough time to pay for a restart."""
     slowdown = app.facts.slowdown
-    faster = slowdown[locality(gpus)] - slowdown[locality(onto)]
-    saved_s = steps * app.facts.serials_s[job.number] / len(gpus) * faster
-    return saved_s > GROWTH_GAIN_MIN * (move_s(app) or app.state.spec.restart_s)
+    return _pays(app, job, slowdown[locality(gpus)] / len(gpus), slowdown[locality(onto)] / len(onto))
+
+
+def _pays(app: App, job: Job, before: float, after: float) -> bool:
+    """Whether a restart pays by which a mini-batch takes `after` times as long as on one GPU, and not `before` times.
+
+    Of a trial the rest of its phase counts: it may be dropped then, and a larger one begins with a restart anyway.
+    """
+    left_s = app.known_steps.get(job.number, 0) * app.facts.serials_s[job.number]
+    return left_s * (before - after) > RESTART_GAIN_MIN * (move_s(app) or app.state.spec.restart_s)
 
 
 def move_s(app: App) -> float:

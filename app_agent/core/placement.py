@@ -9,21 +9,20 @@ from app_agent.core.app import App
 from app_agent.core.demand import jobs_of
 from app_agent.core.division import Asking
 from app_agent.core.model import HeldGpu, Job, Leaving, Placed, Suspended, Waiting
-from protocol.messages import GpuId, locality
+from protocol.messages import GpuId
 
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0
 
 
 def divide(app: App, now: float) -> None:
-    """Take jobs off GPUs they must leave, start those that wait, grow or move those that gain, give back the rest."""
+    """Take jobs off GPUs they must leave, start those that wait, move those that gain, give back the rest."""
     wanted = app.facts.runnable
     _leave_lost_gpus(app, set(wanted), now)
     _move_parked_jobs(app, jobs_of(app, wanted))
     _start_jobs(app, jobs_of(app, wanted), now)
     held_back = _held_back_gpus(app, wanted)
-    held_back |= _grow_jobs(app, wanted, held_back, now)
-    held_back |= _gather_jobs(app, wanted, held_back, now)
+    held_back |= _move_jobs(app, wanted, held_back, now)
     _give_back_gpus(app, wanted, held_back, now)
 
 
@@ -103,55 +102,17 @@ def _held_back_gpus(app: App, wanted: Sequence[int]) -> set[GpuId]:
     return {gpu for gpus in plan.values() for gpu in gpus}
 
 
-def _grow_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
-    """Let elastic jobs leave in order to start again on more GPUs that they can reach; return those GPUs."""
-    state = app.state
-    used: set[GpuId] = set()
-    unused = [held for held in _free_gpus(app) if held.gpu not in held_back]
-    for job in jobs_of(app, wanted) if unused else ():
-        if not isinstance(job.state, Placed) or not demand.growable(app, job):
-            continue
-        nodes = {state.held[gpu].node for gpu in job.gpus if gpu in state.held}
-        free = [held for held in unused if held.gpu not in used]
-        more = [held for held in free if held.node in nodes]
-        if state.spec.spans:
-            more += [held for held in free if held.node not in nodes]
-        (asking,) = _asking(app, [job])
-        size = asking.fitting(len(job.gpus) + len(more))
-        more = more[: size - len(job.gpus)]
-        if size > len(job.gpus) and demand.growth_pays(app, job, size, _slowdown_by_growth(app, job, more)):
-            used |= {held.gpu for held in more}
-            _replace_job(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
-    return used
-
-
-def _slowdown_by_growth(app: App, job: Job, more: Sequence[HeldGpu]) -> float:
-    """Return how much slower a job's GPUs are together with `more` than by themselves, for they lie further apart.
-
-    A job that stays on its node counts as no slower.
-    """
-    if not app.state.spec.spans:
-        return 1.0
-    slowdown = app.facts.slowdown
-    own = [app.state.held[gpu] for gpu in job.gpus if gpu in app.state.held]
-    return slowdown[locality([*own, *more])] / slowdown[locality(own)]
-
-
-def _gather_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
-    """Let jobs leave in order to start again on GPUs that lie closer together; return those GPUs.
-
-    Only jobs that have all the GPUs they can use: others grow first.
-    """
+def _move_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
+    """Let jobs leave in order to start again on more GPUs, or on GPUs that lie closer together; return those GPUs."""
     state, used = app.state, set[GpuId]()
     unused = [held for held in _free_gpus(app) if held.gpu not in held_back] if app.job_demand_max > 1 else []
     for job in jobs_of(app, wanted) if unused else ():
         own = [state.held[gpu] for gpu in job.gpus if gpu in state.held]
-        if not isinstance(job.state, Placed) or not demand.gatherable(app, job) or len(own) < app.job_demand_max:
+        if not isinstance(job.state, Placed) or not demand.restartable(app, job) or len(own) < len(job.gpus):
             continue
         free = [held for held in unused if held.gpu not in used]
-        alone = [Asking(job.id, len(own), len(own), state.spec.spans)]
-        onto = [state.held[gpu] for gpu in division.divide([*own, *free], alone)[job.id]]
-        if demand.gathering_pays(app, job, own, onto):
+        onto = [state.held[gpu] for gpu in division.divide([*own, *free], _asking(app, [job])).get(job.id, ())]
+        if len(onto) >= len(own) and demand.restart_pays(app, job, own, onto):
             used |= {held.gpu for held in onto if held not in own}
             _replace_job(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
     return used

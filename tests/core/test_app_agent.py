@@ -721,6 +721,25 @@ def test_a_job_that_lies_apart_moves_together_by_one_free_gpu_beside_one_of_its_
     assert bench.report.releases == ("L-n1g0",)
 
 
+def test_an_elastic_job_moves_as_a_whole_to_a_node_that_has_all_it_can_use() -> None:
+    bench = Bench(gang=1, gpus_max=4, spans=True, steps_total=1000, restart_s=10.0)
+    bench.grant("n1g0 n1g1")
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=99, start_step=-1, step_s=1.0))
+    bench.grant("n2g0 n2g1 n2g2 n2g3")
+    assert bench.report.releases == (), "none is given back while it leaves"
+    bench.holdings("n1g0 n1g1 n2g0 n2g1 n2g2 n2g3", exited(TASK, "n1g0 n1g1", "preempted", step=101))
+    assert bench.wished() == (1, "n2g0 n2g1 n2g2 n2g3")
+    assert bench.report.releases == ("L-n1g0", "L-n1g1")
+
+
+def test_an_elastic_trial_does_not_grow_at_the_end_of_its_phase() -> None:
+    trials, phases = (("python", "a.py"), ("python", "b.py")), (110, 890)
+    bench = Bench(trials=trials, gpus_max=2, metric="loss", mode="min", phase_steps=phases, steps_total=1000)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=99, start_step=-1, step_s=1.0))
+    assert bench.report.demand_max == 1 + 2, "ten steps are left to the one, and the other waits"
+
+
 def test_only_what_is_left_of_its_phase_counts_for_a_trial_that_lies_apart() -> None:
     trials = (("python", "a.py"), ("python", "b.py"))
     search = {"metric": "loss", "mode": "min", "phase_steps": (110, 890)}

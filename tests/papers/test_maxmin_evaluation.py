@@ -82,7 +82,7 @@ def test_one_that_asks_for_more_while_it_waits_tells_the_truth_while_it_runs_and
 
 
 def outcome(max_rho: float, *jct_s: float) -> Outcome:
-    return Outcome(max_rho, 1.0, 3600.0, 60.0, 1, 0, 0.0, jct_s)
+    return Outcome(max_rho, 1.0, 3600.0, 60.0, 1, 0, 0.0, jct_s, floor=max_rho / 1.04)
 
 
 @pytest.fixture
@@ -97,15 +97,17 @@ def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cel
     plan = replace(QUICK, seeds=(3, 4), settings=("published",))
     for seed, ours in ((3, 1.0), (4, 3.0)):
         cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
-        known[cell] = replace(outcome(ours), floor=0.8)
+        known[cell] = outcome(ours)
         for place, policy in enumerate(OTHERS):
             known[replace(cell, policy=policy)] = outcome(2.0 + place)
     claims, (cells, _) = maxmin.fairness(plan)
-    assert [claim.ours.partition(" ±")[0] for claim in claims] == ["1 of 2", "1.00", "1.000", "1.000"]
+    assert [claim.ours.partition(" ±")[0] for claim in claims] == [
+        "1 of 2; 1 more are within 5% of the floor", "1.00", "1.000", "1.000",
+    ]  # fmt: skip
     assert [claim.met for claim in claims] == [False, False, True, True]
     assert claims[1].ours.endswith(", at most 1.50")
-    assert cells.columns[-2:] == ("maxmin-ftf / least of the others", "over its floor")
-    assert [row[-2:] for row in cells.rows] == [("0.50", "1.25"), ("1.50", "3.75")]
+    assert cells.columns[-2:] == ("maxmin-ftf / least of the others", "maxmin-ftf / its floor")
+    assert [row[-2:] for row in cells.rows] == [("0.50", "1.04"), ("1.50", "1.04")]
 
 
 def test_what_fairness_costs_is_measured_by_the_fair_policy_that_costs_least(known: dict[Cell, Outcome]) -> None:
