@@ -75,8 +75,11 @@ def resumable(app: App, job: Job) -> bool:
 
 
 def restartable(app: App, job: Job) -> bool:
-    """Whether a running job could be started again on other GPUs without losing work."""
-    return job.cooperative and jobs.movable(job, app.state.spec) and jobs.begun(job)
+    """Whether a running job could be started again on other GPUs without losing work.
+
+    An attempt that was parked may have been told to leave, and could not save: it would be told so for ever.
+    """
+    return job.cooperative and jobs.movable(job, app.state.spec) and jobs.begun(job) and not job.suspensions
 
 
 def resizable(app: App, job: Job) -> bool:
@@ -86,19 +89,32 @@ def resizable(app: App, job: Job) -> bool:
 
 def growable(app: App, job: Job) -> bool:
     """Whether a running job could be started again on more GPUs without losing work, and that would pay."""
-    return (
-        resizable(app, job) and jobs.begun(job) and _pays(app, job, 1 / max(1, len(job.gpus)), 1 / app.job_demand_max)
-    )
+    if not app.state.spec.elastic or not restartable(app, job):
+        return False
+    return _is_worth_a_restart(app, job, 1 / max(1, len(job.gpus)), 1 / app.job_demand_max)
 
 
-def restart_pays(app: App, job: Job, gpus: Sequence[HeldGpu], onto: Sequence[HeldGpu]) -> bool:
-    """Whether GPUs that are more than the job's own, or lie closer together, save enough time to pay for a restart."""
+def has_better_gpus(app: App, gpus: Sequence[HeldGpu]) -> bool:
+    """Whether a job could have better GPUs than these at all: more of them, or closer together where that matters."""
     slowdown = app.facts.slowdown
-    return _pays(app, job, slowdown[locality(gpus)] / len(gpus), slowdown[locality(onto)] / len(onto))
+    return len(gpus) < app.job_demand_max or slowdown[locality(gpus)] > slowdown["slot"]
 
 
-def _pays(app: App, job: Job, before: float, after: float) -> bool:
-    """Whether a restart pays by which a mini-batch takes `after` times as long as on one GPU, and not `before` times.
+def restart_pays(app: App, job: Job, gpus: Sequence[HeldGpu], target: Sequence[HeldGpu]) -> bool:
+    """Whether GPUs that are more than the job's own, or lie closer together, save enough time to pay for a restart.
+
+    A job that would only lie closer together does not move on a guess of how long its mini-batches take.
+    """
+    spec, slowdown = app.state.spec, app.facts.slowdown
+    guessed = not spec.step_serial_s and not any(each.times for each in app.state.jobs)
+    if guessed and len(target) == len(gpus):
+        return False
+    before, after = slowdown[locality(gpus)] / len(gpus), slowdown[locality(target)] / len(target)
+    return _is_worth_a_restart(app, job, before, after)
+
+
+def _is_worth_a_restart(app: App, job: Job, before: float, after: float) -> bool:
+    """Whether a restart pays: a mini-batch takes `after` times as long as on one GPU then, and `before` times now.
 
     Of a trial the rest of its phase counts: it may be dropped then, and a larger one begins with a restart anyway.
     """

@@ -1,7 +1,7 @@
 """The app's own division of its GPUs among its jobs: each job on one node, in one slot if possible.
 
-Jobs stay where they are. Free GPUs go first to jobs that wait, a gang each in the search's order, then the rest
-of a node to the jobs just placed there, from one size that they accept to the next. A job that spans nodes is
+Other jobs stay where they are. Free GPUs go first to jobs that wait, a gang each in the search's order. Then the rest
+of a node goes to the jobs just placed there, from one size that they accept to the next. A job that spans nodes is
 placed likewise, on one node if that is enough, else in one rack, else on few nodes.
 
 *Source:* PAPERS.md section 1, step 5 of a round; the order of the trials is that of the phase's least makespan.

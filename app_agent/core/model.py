@@ -4,7 +4,7 @@ A job's state is a class with its own data. The table of the states that may fol
 
 ==========  ==========================================================================================
 Waiting     Placed (GPUs found), Dropped (the search goes on without it)
-Placed      Leaving (a lease ends, a phase is over, it grows), Suspended, Stopping, and every end of an attempt
+Placed      Leaving (a lease or a phase ends, or it moves), Suspended, Stopping, and every end of an attempt
 Leaving     Suspended, Stopping, and every end of an attempt
 Suspended   Placed (resumed), Stopping, and every end of an attempt
 Stopping    Dropped

@@ -9,7 +9,7 @@ from app_agent.core.app import App
 from app_agent.core.demand import jobs_of
 from app_agent.core.division import Asking
 from app_agent.core.model import HeldGpu, Job, Leaving, Placed, Suspended, Waiting
-from protocol.messages import GpuId
+from protocol.messages import GpuId, JobId
 
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0
@@ -22,7 +22,7 @@ def divide(app: App, now: float) -> None:
     _move_parked_jobs(app, jobs_of(app, wanted))
     _start_jobs(app, jobs_of(app, wanted), now)
     held_back = _held_back_gpus(app, wanted)
-    held_back |= _move_jobs(app, wanted, held_back, now)
+    held_back = _move_jobs(app, wanted, held_back, now)
     _give_back_gpus(app, wanted, held_back, now)
 
 
@@ -91,31 +91,43 @@ def _asking(app: App, some: Iterable[Job]) -> list[Asking]:
 
 def _held_back_gpus(app: App, wanted: Sequence[int]) -> set[GpuId]:
     """Return the free GPUs for jobs that are still leaving others, as if they had left already."""
-    pending = [job for job in jobs_of(app, wanted) if isinstance(job.state, Waiting | Leaving)]
-    soon = [
-        held
-        for job in pending
-        for held in (app.state.held.get(gpu) for gpu in job.gpus)
-        if held is not None and not held.leaving
-    ]
-    plan = division.divide([*_free_gpus(app), *soon], _asking(app, pending))
+    plan = _plan(app, [job for job in jobs_of(app, wanted) if _is_pending(job)], ())
     return {gpu for gpus in plan.values() for gpu in gpus}
 
 
+def _is_pending(job: Job) -> bool:
+    """Whether a job that may run waits for its next attempt."""
+    return isinstance(job.state, Waiting | Leaving)
+
+
+def _plan(app: App, some: Sequence[Job], more: Sequence[HeldGpu]) -> dict[JobId, tuple[GpuId, ...]]:
+    """Return the GPUs that these jobs would get, once those that leave have left: of what is free, and `more`."""
+    held = app.state.held
+    soon = [held[gpu] for job in some if _is_pending(job) for gpu in job.gpus if gpu in held and not held[gpu].leaving]
+    parked = {gpu for job in app.state.jobs if isinstance(job.state, Suspended) for gpu in job.gpus} if more else set()
+    free = [gpu for gpu in _free_gpus(app) if gpu.gpu not in parked]
+    return division.divide([*free, *soon, *more], _asking(app, some))
+
+
 def _move_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> set[GpuId]:
-    """Let jobs leave in order to start again on more GPUs, or on GPUs that lie closer together; return those GPUs."""
-    state, used = app.state, set[GpuId]()
-    unused = [held for held in _free_gpus(app) if held.gpu not in held_back] if app.job_demand_max > 1 else []
-    for job in jobs_of(app, wanted) if unused else ():
-        own = [state.held[gpu] for gpu in job.gpus if gpu in state.held]
+    """Let jobs leave in order to start again on more GPUs, or on GPUs that lie closer together.
+
+    Returns the GPUs held back from then on, those of `held_back` included. Jobs that wait are served before a job that
+    moves, if they come first; and no job moves where another one is parked.
+    """
+    held = app.state.held
+    for job in jobs_of(app, wanted) if any(gpu.gpu not in held_back for gpu in _free_gpus(app)) else ():
+        own = [held[gpu] for gpu in job.gpus if gpu in held]
         if not isinstance(job.state, Placed) or not demand.restartable(app, job) or len(own) < len(job.gpus):
             continue
-        free = [held for held in unused if held.gpu not in used]
-        onto = [state.held[gpu] for gpu in division.divide([*own, *free], _asking(app, [job])).get(job.id, ())]
-        if len(onto) >= len(own) and demand.restart_pays(app, job, own, onto):
-            used |= {held.gpu for held in onto if held not in own}
-            _replace_job(app, jobs.leave(job, since_seq=state.seq + 1, now=now))
-    return used
+        if not demand.has_better_gpus(app, own):
+            continue
+        planned = _plan(app, [each for each in jobs_of(app, wanted) if _is_pending(each) or each.id == job.id], own)
+        target = [held[gpu] for gpu in planned.get(job.id, ())]
+        if len(target) >= len(own) and demand.restart_pays(app, job, own, target):
+            _replace_job(app, jobs.leave(job, since_seq=app.state.seq + 1, now=now))
+            held_back = _held_back_gpus(app, wanted)
+    return held_back
 
 
 def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:

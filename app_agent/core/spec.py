@@ -146,8 +146,8 @@ class AppSpec(Struct, frozen=True, forbid_unknown_fields=True):
     step_serial_s
         Time of one mini-batch on one GPU, a guess used until it was measured; 0: unknown.
     restart_s
-        The cost of one checkpoint and restart, a guess used until it was measured; an elastic job grows only for a gain
-        of more than twice that.
+        The cost of one checkpoint and restart, a guess used until it was measured; a job grows, or moves closer
+        together, only for a gain of more than twice that.
     level_max
         The loosest locality of one job's GPUs; one that does not span lies on one node, so levels beyond ``machine``
         mean one node, too.

@@ -19,7 +19,7 @@ FiguresT = TypeVar("FiguresT")
 class Claim(Struct, frozen=True):
     """A published figure, ours, the goal, and whether ours meets it; `met` is null where nothing is asked.
 
-    `impossible` says of a goal that is missed that no scheduler could meet it, by a floor that was worked out.
+    `impossible` says of a goal that is missed that no scheduler could meet it with the N_avg of that run (`floor`).
     """
 
     name: str

@@ -552,7 +552,7 @@ def main() -> int:
 
 def _options() -> argparse.Namespace:
     parser = keeping(arguments(__doc__, PARTS, quick="a few minutes"))
-    parser.add_argument("--seeds", type=int, help="so many seeds in all parts but large and liar")
+    parser.add_argument("--seeds", type=int, help="so many seeds in all parts but liar")
     names = tuple(FULL)
     parser.add_argument(
         "--setting", choices=names, action="append", help=f"only this setting; repeatable ({', '.join(names)})"

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from app_agent.core.agent import AppAgent
-from app_agent.core.model import AppState, Done, Dropped, Suspended
+from app_agent.core.model import AppState, Done, Dropped, Placed, Suspended
 from app_agent.core.reporting import wish
 from app_agent.core.spec import RESTARTS
 from protocol.messages import (
@@ -25,6 +25,7 @@ from protocol.messages import (
     TaskStatus,
 )
 from tests.support.app_harness import APP, Bench, exited, status
+from tests.support.wishes import replace
 
 TASK = "ada-1.0-a0"
 
@@ -678,16 +679,17 @@ def test_a_job_that_cannot_checkpoint_does_not_grow() -> None:
     assert bench.report.demand_max == 1
 
 
-def apart(*, step_s: float = 1.0, **facts: object) -> Bench:
+def job_apart(*, step_s: float = 1.0, can_checkpoint: bool = True, **spec: object) -> Bench:
     """A job that runs on two GPUs of two nodes of a rack, where it is 1.1 times slower; 900 steps to go."""
-    bench = Bench(gang=2, spans=True, steps_total=1000, restart_s=10.0)
+    bench = Bench(gang=2, spans=True, steps_total=1000, restart_s=10.0, **spec)
     bench.grant("n1g0 n2g0")
-    bench.holdings("n1g0 n2g0", status(TASK, "n1g0 n2g0", step=99, start_step=-1, step_s=step_s, **facts))
+    told = {"step": 99, "start_step": -1, "step_s": step_s, "can_checkpoint": can_checkpoint}
+    bench.holdings("n1g0 n2g0", status(TASK, "n1g0 n2g0", **told))
     return bench
 
 
 def test_a_job_that_lies_apart_moves_to_free_gpus_of_its_app_that_lie_together() -> None:
-    bench = apart()  # 900 s to go, 82 s less there
+    bench = job_apart()  # 900 s to go, 82 s less there
     bench.grant("n3g0 n3g1")
     assert bench.wished() == (0, ""), "it leaves in order to start again there"
     assert bench.report.releases == ()
@@ -706,7 +708,7 @@ def test_a_job_that_lies_apart_moves_to_free_gpus_of_its_app_that_lie_together()
     ],
 )
 def test_a_job_that_lies_apart_stays_where_moving_does_not_pay(step_s: float, free: str, facts: Any) -> None:
-    bench = apart(step_s=step_s, **facts)
+    bench = job_apart(step_s=step_s, **facts)
     bench.grant(free)
     assert bench.wished() == (0, "n1g0 n2g0")
     bench.tick(60.0)
@@ -714,7 +716,7 @@ def test_a_job_that_lies_apart_stays_where_moving_does_not_pay(step_s: float, fr
 
 
 def test_a_job_that_lies_apart_moves_together_by_one_free_gpu_beside_one_of_its_own() -> None:
-    bench = apart()
+    bench = job_apart()
     bench.grant("n2g1")
     bench.holdings("n1g0 n2g0 n2g1", exited(TASK, "n1g0 n2g0", "preempted", step=101))
     assert bench.wished() == (1, "n2g0 n2g1")
@@ -738,6 +740,65 @@ def test_an_elastic_trial_does_not_grow_at_the_end_of_its_phase() -> None:
     bench.grant("n1g0")
     bench.holdings("n1g0", status(TASK, "n1g0", step=99, start_step=-1, step_s=1.0))
     assert bench.report.demand_max == 1 + 2, "ten steps are left to the one, and the other waits"
+
+
+def test_an_attempt_that_was_parked_after_it_was_told_to_leave_is_told_so_no_more() -> None:
+    bench = job_apart()
+    bench.grant("n3g0 n3g1")
+    assert bench.wished() == (0, "")
+    held = "n1g0 n2g0 n3g0 n3g1"
+    for phase in ("suspended", "running"):  # it could not save, so its node agent parked it, and resumed it
+        bench.holdings(held, status(TASK, "n1g0 n2g0", phase, step=100, start_step=-1, step_s=1.0, suspensions=1))
+    assert bench.wished() == (0, "n1g0 n2g0")
+    assert bench.report.releases == ("L-n3g0", "L-n3g1")
+
+
+def test_a_job_does_not_leave_for_gpus_that_a_waiting_job_would_get() -> None:
+    bench = job_apart(trials=(("python", "a.py"), ("python", "b.py")), search="all", metric="loss", mode="min")
+    bench.grant("n2g1")  # with the job's own n2g0 that is a pair, and the other trial comes first
+    assert bench.wished() == (0, "n1g0 n2g0")
+
+
+def test_no_job_moves_where_another_one_is_parked() -> None:
+    bench = job_apart(trials=(("python", "a.py"), ("python", "b.py")), search="all", metric="loss", mode="min")
+    one = status(TASK, "n1g0 n2g0", step=99, start_step=-1, step_s=1.0)
+    held = "n1g0 n2g0 n3g0"
+    bench.grant("n3g0 n3g1")
+    other = status("ada-1.1-a0", "n3g0 n3g1", step=5, can_checkpoint=False)
+    bench.holdings(f"{held} n3g1", one, other)
+    bench.holdings(held, one, replace(other, phase="suspended"))
+    bench.holdings(f"{held} n3g2", one, replace(other, phase="suspended"))
+    assert bench.wished() == (0, "n1g0 n2g0")
+
+
+def test_a_job_of_unknown_length_does_not_move_on_a_guess() -> None:
+    bench = job_apart(step_s=0.0)
+    bench.grant("n3g0 n3g1")
+    assert bench.wished() == (0, "n1g0 n2g0")
+
+
+def test_a_job_of_unknown_length_grows_as_if_it_took_an_hour() -> None:
+    bench = Bench(gang=1, gpus_max=2, steps_total=0, restart_s=10.0)
+    bench.grant("n1g0")
+    bench.holdings("n1g0", status(TASK, "n1g0", step=1))
+    bench.grant("n1g1")
+    assert bench.wished() == (0, "")
+
+
+def test_the_last_trial_of_a_hyperband_that_has_made_its_steps_leaves_a_spare_gpu() -> None:
+    trials = (("python", "a.py"), ("python", "b.py"), ("python", "c.py"))
+    bench = Bench(trials=trials, search="hyperband", metric="loss", mode="min", gang=2, spans=True, steps_total=9)
+    bench.grant("n1g0 n2g0")
+    for number, steps in ((0, 3), (1, 3), (2, 9), (0, 9)):
+        (job,) = (job for job in bench.agent.state.jobs if isinstance(job.state, Placed))
+        assert job.number == number
+        task, told = f"{job.id}-a{job.state.attempt}", {"step": steps - 1, "metrics": {"loss": 1.0 + number}}
+        bench.holdings("n1g0 n2g0", status(task, "n1g0 n2g0", **told))
+        if (number, steps) != (0, 9):
+            outcome = "finished" if steps == 9 else "preempted"
+            bench.holdings("n1g0 n2g0", exited(task, "n1g0 n2g0", outcome, **told))
+    bench.grant("n2g1")
+    assert bench.report.releases == ("L-n2g1",)
 
 
 def test_only_what_is_left_of_its_phase_counts_for_a_trial_that_lies_apart() -> None:

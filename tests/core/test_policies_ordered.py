@@ -493,6 +493,51 @@ def test_an_app_that_shrinks_keeps_jobs_whole() -> None:
     assert allocation.freed == names(gpus[3:5])
 
 
+def test_an_app_that_shrinks_gives_up_the_rest_of_a_job_that_has_lost_a_gpu() -> None:
+    gpus = gpus_of(1, 1, 1, 1, 1)
+    lost, first, second = GpuId("lost"), names(gpus[1:3]), names(gpus[3:])
+    shrunk = replace(app_of("a", demand_max=4, renewable=names(gpus)), leases=5, spans=True)
+    shrunk = replace(shrunk, jobs=((lost, gpus[0].gpu), first, second))
+    allocation, _ = decided("las", round_of(gpus, shrunk))
+    assert allocation.freed == names(gpus[:1])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "first", "second"),
+    [
+        pytest.param((2, 2), (0, 1), (2, 3), id="equal ones by number"),
+        pytest.param((1, 1, 3), (0,), (2,), id="the one on the node where the app has most"),
+    ],
+)
+def test_an_app_that_shrinks_keeps_the_job_that_lies_best(
+    sizes: tuple[int, ...], first: tuple[int, ...], second: tuple[int, ...]
+) -> None:
+    gpus = gpus_of(*sizes)
+    others = (names([gpu]) for gpu in gpus[4:])
+    jobs = (names([gpus[place] for place in first]), names([gpus[place] for place in second]), *others)
+    held = [gpu for gpu in gpus if any(gpu.gpu in each for each in jobs)]
+    shrunk = replace(
+        app_of("a", demand_max=len(second), renewable=names(held)), leases=len(held), spans=True, jobs=jobs
+    )
+    outcomes = decided("las", round_of(gpus, shrunk))[1]
+    assert outcomes["a"].gpus == jobs[0 if sizes == (2, 2) else 1]
+
+
+def test_an_app_that_shrinks_keeps_a_job_that_lies_together_before_one_on_its_fullest_node() -> None:
+    gpus = gpus_of(3, 1, 2)
+    jobs = (names((gpus[0], gpus[3])), names(gpus[1:2]), names(gpus[2:3]), names(gpus[4:]))
+    shrunk = replace(app_of("a", demand_max=4, renewable=names(gpus)), leases=6, spans=True, jobs=jobs)
+    allocation, _ = decided("las", round_of(gpus, shrunk))
+    assert allocation.freed == jobs[0]
+
+
+def test_an_app_whose_job_is_leaving_keeps_gpus_that_lie_close_together() -> None:
+    gpus = gpus_of(1, 1, 1, racks=2)  # the first and the third are of one rack
+    shrunk = replace(app_of("a", gang=2, demand_max=2, renewable=names(gpus)), leases=3, spans=True, jobs=((),))
+    allocation, _ = decided("las", round_of(gpus, shrunk))
+    assert allocation.freed == names(gpus[1:2])
+
+
 def test_gpus_of_an_app_that_takes_no_part_are_freed() -> None:
     gpus = gpus_of(3)
     view = round_of(gpus, job("a"))

@@ -132,23 +132,30 @@ class Selection:
         return len(kept)
 
     def _by_job(self, app: AppView) -> list[GpuId]:
-        """Return the GPUs in play that `app` holds, those of a job side by side: fewer of them leave as few jobs short.
+        """Return the GPUs in play that `app` holds, those of one job side by side, so that few jobs lose GPUs.
 
-        First come jobs that have other GPUs, too, which are not in play; then those that lie closest together; then
-        those on nodes where the app has most. GPUs of no job come last.
+        Whole jobs come first: of these the ones that have GPUs which are not in play, then the ones that lie closest
+        together, then the ones on nodes where the app has most. GPUs of no job come last, from the rack and the node
+        where the app has most.
         """
         own = [self._views[gpu] for gpu in app.renewable]
         held = {gpu.gpu: gpu for gpu in (*app.kept, *own)}
-        counts = Counter(gpu.node for gpu in held.values())
+        racks, nodes = Counter(gpu.rack for gpu in held.values()), Counter(gpu.node for gpu in held.values())
         bound = {gpu.gpu for gpu in app.kept}
-        places: dict[GpuId, tuple[bool, int, int, int]] = {}
+        places: dict[GpuId, tuple[bool, bool, int, int, int]] = {}
         for number, job in enumerate(app.jobs):
-            lies = [held[gpu] for gpu in job if gpu in held]
-            most = max((counts[gpu.node] for gpu in lies), default=0)
-            places |= dict.fromkeys(job, (bound.isdisjoint(job), LOOSENESS[locality(lies)], -most, number))
-        idle = (True, len(LOOSENESS), 0, 0)
-        by_place = sorted(own, key=lambda gpu: (places.get(gpu.gpu, idle), -counts[gpu.node], gpu.node, gpu.gpu))
-        return [gpu.gpu for gpu in by_place]
+            there = [held[gpu] for gpu in job if gpu in held]
+            is_part = len(there) < max(len(job), app.gang)
+            most = max((nodes[gpu.node] for gpu in there), default=0)
+            place = (is_part, bound.isdisjoint(job), LOOSENESS[locality(there)], -most, number)
+            places |= dict.fromkeys(job, place)
+        idle = (True, True, len(LOOSENESS), 0, 0)
+
+        def place_of(gpu: GpuView) -> tuple[object, ...]:
+            most = (-racks[gpu.rack], gpu.rack) if gpu.gpu not in places else ()
+            return (*places.get(gpu.gpu, idle), *most, -nodes[gpu.node], gpu.node, gpu.gpu)
+
+        return [gpu.gpu for gpu in sorted(own, key=place_of)]
 
     def _place(self, app: AppView, room: int, *, own_only: bool) -> int:
         """Give an app that needs a hole its GPUs now."""
