@@ -75,9 +75,22 @@ def test_a_ratio_that_no_scheduler_can_reach_is_said_to_be_impossible(known: dic
 def test_gpu_time_is_compared_with_ours(known: dict[Case, Figures], theirs: float, met: bool) -> None:
     case = themis.base(SMALL, kind=2)
     known[case] = figures(1.0, 1000.0)
+    known[replace(case, policy=FLUID)] = figures(1.0, 1000.0)
     known[replace(case, policy="slaq")] = figures(1.0, 1000.0 * theirs)
     claim = themis.gpu_time_claim("x", case, "slaq", (0,), 0.048, "4.8 %")
-    assert (claim.ours, claim.met) == (f"{100 * theirs - 100:.1f} % better", met)
+    more = f"{100 * theirs - 100:.1f} %"
+    assert (claim.ours, claim.met) == (f"{more} better (at best {more})", met)
+
+
+@pytest.mark.parametrize(("work_s", "verdict"), [(1000.0, "impossible"), (950.0, "**missed**")])
+def test_a_policy_that_wastes_little_cannot_be_beaten_by_much(
+    known: dict[Case, Figures], work_s: float, verdict: str
+) -> None:
+    case = themis.base(SMALL, kind=2)
+    known[case] = figures(1.0, 1020.0)
+    known[replace(case, policy=FLUID)] = figures(1.0, work_s)
+    known[replace(case, policy="slaq")] = figures(1.0, 1040.0)
+    assert themis.gpu_time_claim("x", case, "slaq", (0,), 0.048, "4.8 %").verdict == verdict
 
 
 @pytest.mark.parametrize(("wrong", "met"), [((1.1, 1.2), False), ((1.1, 1.0), True), ((0.7, 0.8), False)])
