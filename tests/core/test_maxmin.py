@@ -238,8 +238,18 @@ def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> 
     _, outcomes = decided(POLICY, view)
     assert (outcomes["broken"].gpus, len(outcomes["kept"].gpus)) == ((), 1)
     assert "30 s are left of it, which takes more than it declared): nothing is left" in outcomes["broken"].reason
-    assert decided(POLICY, view, excess=3.0)[1]["broken"].gpus
-    assert decided(POLICY, view, excess=math.inf)[1]["broken"].gpus
+    words = [outlook_of(view, Settings(excess=excess)).words[0] for excess in (2.0, 3.0, math.inf)]
+    assert words == ["broken", "kept", "kept"]
+
+
+@pytest.mark.parametrize(("cluster_time", "times"), [("declared", 2.0), ("told", 1.0)])
+def test_an_app_that_shows_more_work_than_it_declared_is_due_later(
+    cluster_time: Literal["declared", "told"], times: float
+) -> None:
+    more = app("more", left_s=80.0, alone_s=100.0, served_gpu_s=120.0, declared_gpu_s=100.0, demand_held=1)
+    view = later(round_of(gpus_of(1), more), 0.0)
+    assert outlook_of(view, Settings(cluster_time=cluster_time)).words == ["kept"]
+    assert outlook_of(view, Settings(cluster_time=cluster_time)).works.fair_s.tolist() == [100.0 * times]
 
 
 @pytest.mark.parametrize(("declares", "cluster_time"), [(True, "declared"), (False, "declared"), (True, "told")])

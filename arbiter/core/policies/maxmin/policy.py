@@ -18,8 +18,9 @@ that it declared (`declarations`); its T_cluster counts as many times longer. Wh
 more than `excess` times what they declared, a new app of that owner is taken to do so, too. An app that asks for more
 GPUs than it has shown that it uses (`idle_gangs`) waits like that as well; its times count as many times longer.
 
-T_cluster follows from the declaration. With ``cluster_time = "told"`` it is what the app says, as Themis has it: nearer
-to the rho that is reported, of searches above all, but then an app that says less than is true gains by it.
+T_cluster follows from the declaration, or from what the app has had and has left, if that is more. With
+``cluster_time = "told"`` it is what the app says, as Themis has it: nearer to the rho that is reported, of searches
+above all, but then an app that says less than is true gains by it.
 
 With `tenants_first` GPUs go to tenants by GPU time as under Astraea, and needs count within each tenant.
 
@@ -259,13 +260,15 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
     left_gpu_s = np.maximum(left, usual - had)
     total = had + left_gpu_s
-    stretch = np.where(beyond | (usual > 0.0), np.maximum(1.0, total / declared), 1.0)
     least_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
     left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
     # What an app tells of T_cluster could be too short all by itself, unlike its declaration.
     declared_s = told.declared_gpu_s / np.clip(told.demand_held, 1.0, gpus)
     by_word = (told.declared_gpu_s <= 0.0) | ((settings.cluster_time == "told") & (told.alone_s > 0.0))
     cluster_s = np.where(by_word, told.alone_s, declared_s)
+    # An app that shows more work than it declared is due later, or to declare half would let it be due soon.
+    is_held_to_total = beyond | (usual > 0.0) | ~by_word
+    stretch = np.where(is_held_to_total, np.maximum(1.0, total / declared), 1.0)
     alone_s = np.maximum(LEFT_MIN_S, np.where(cluster_s > 0.0, cluster_s * stretch * times, total / width))
     age_s = np.maximum(0.0, view.now - told.arrived_at)
     means = np.maximum(1.0, (view.apps_integral - told.apps_integral) / np.maximum(age_s, 1e-9))
