@@ -18,7 +18,7 @@ that it declared (`declarations`); its T_cluster counts as many times longer. Wh
 more than `excess` times what they declared, a new app of that owner is taken to do so, too. An app that asks for more
 GPUs than it has shown that it uses (`idle_gangs`) waits like that as well; its times count as many times longer.
 
-T_cluster follows from the declaration, or from what the app has had and has left, if that is more. With
+T_cluster follows from the declaration, or from what the app has had and has left, if that is much more. With
 ``cluster_time = "told"`` it is what the app says, as Themis has it: nearer to the rho that is reported, of searches
 above all, but then an app that says less than is true gains by it.
 
@@ -46,6 +46,8 @@ from protocol.messages import AppId, Bid
 #: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
 #: Without a word that can be taken it is 1.
 HASTE_MAX: Final = 4.0
+#: An app may show so many times the work that it declared before it is due later: starts count as work, too.
+EXCUSED: Final = 1.25
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
 LEFT_MIN_S: Final = 1.0
 
@@ -267,8 +269,8 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     by_word = (told.declared_gpu_s <= 0.0) | ((settings.cluster_time == "told") & (told.alone_s > 0.0))
     cluster_s = np.where(by_word, told.alone_s, declared_s)
     # An app that shows more work than it declared is due later, or to declare half would let it be due soon.
-    is_held_to_total = beyond | (usual > 0.0) | ~by_word
-    stretch = np.where(is_held_to_total, np.maximum(1.0, total / declared), 1.0)
+    known = np.where(beyond | (usual > 0.0), total, np.where(by_word, 0.0, total / EXCUSED))
+    stretch = np.maximum(1.0, known / declared)
     alone_s = np.maximum(LEFT_MIN_S, np.where(cluster_s > 0.0, cluster_s * stretch * times, total / width))
     age_s = np.maximum(0.0, view.now - told.arrived_at)
     means = np.maximum(1.0, (view.apps_integral - told.apps_integral) / np.maximum(age_s, 1e-9))
