@@ -169,7 +169,7 @@ gpu: $(READY) ## the mechanisms on this host's GPU; figures in out/bench/gpu/gpu
 
 papers: $(READY) ## published evaluations done again, out/bench/papers/; quickly with FLAGS=--quick
 	@mkdir -p out/bench/papers
-	@for script in $$(grep -l __main__ benchmarks/papers/*.py); do \
+	@for script in $$(grep -l __main__ benchmarks/papers/*.py | grep -v _figures); do \
 		echo "== $$script"; \
 		$(BIN)/python "$$script" $(FLAGS) --json > "out/bench/papers/$$(basename "$$script" .py).json" || exit 1; \
 	done
