@@ -94,7 +94,7 @@ def growable(app: App, job: Job) -> bool:
     return _is_worth_a_restart(app, job, 1 / max(1, len(job.gpus)), 1 / app.job_demand_max)
 
 
-def has_better_gpus(app: App, gpus: Sequence[HeldGpu]) -> bool:
+def could_have_better_gpus(app: App, gpus: Sequence[HeldGpu]) -> bool:
     """Whether a job could have better GPUs than these at all: more of them, or closer together where that matters."""
     slowdown = app.facts.slowdown
     return len(gpus) < app.job_demand_max or slowdown[locality(gpus)] > slowdown["slot"]

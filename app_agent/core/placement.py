@@ -120,7 +120,7 @@ def _move_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: floa
         own = [held[gpu] for gpu in job.gpus if gpu in held]
         if not isinstance(job.state, Placed) or not demand.restartable(app, job) or len(own) < len(job.gpus):
             continue
-        if not demand.has_better_gpus(app, own):
+        if not demand.could_have_better_gpus(app, own):
             continue
         planned = _plan(app, [each for each in jobs_of(app, wanted) if _is_pending(each) or each.id == job.id], own)
         target = [held[gpu] for gpu in planned.get(job.id, ())]
