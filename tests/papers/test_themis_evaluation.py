@@ -207,6 +207,12 @@ def test_every_part_says_what_it_claims() -> None:
         assert any(word in name for name in names), word
     for table in report.tables:
         assert all(len(row) == len(table.columns) for row in table.rows), table.name
+    (loose,) = (table for table in report.tables if table.name == "harder: claims where jobs need no gang")
+    as_gangs = {f"harder: {name}": ours for name, ours, *_ in loose.rows}
+    known = {claim.name: claim.ours for claim in report.claims if claim.name in as_gangs}
+    assert any("errors" in name for name in known)
+    assert known == {name: ours for name, ours in as_gangs.items() if name in known}
+    assert any(gang != size for _, gang, _, size, _ in loose.rows)
     assert text_of(report).startswith("## Claims\n")
 
 
@@ -223,7 +229,7 @@ def test_it_says_the_same_twice() -> None:
     first, second = _document("--only", "errors"), _document("--only", "errors")
     assert first.pop("cpu_s") > 0 < second.pop("cpu_s")
     assert first == second
-    assert {*first["claims"][0]} == {"name", "paper", "ours", "goal", "met"}
+    assert {*first["claims"][0]} == {"name", "paper", "ours", "goal", "met", "impossible"}
 
 
 def test_an_unknown_part_is_named() -> None:
