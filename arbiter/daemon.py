@@ -18,7 +18,7 @@ import msgspec
 import structlog
 
 from arbiter.config import JOURNAL, LEDGER, ArbiterConfig, HistoryMode, check, database_url, owners_by_gateway
-from arbiter.core.arbiter import Arbiter, Configured, Effect, Event, MissingHistory, SolverReady
+from arbiter.core.arbiter import Arbiter, Batch, Configured, Effect, Event, MissingHistory, SolverReady
 from arbiter.core.dry_run import may_begin
 from arbiter.core.effects import (
     Decide,
@@ -145,7 +145,7 @@ async def _run_once(
                 outages.end()
 
 
-ArbiterShell = Shell[Configured | SolverReady | Decided | Sold, Performed]
+ArbiterShell = Shell[Batch | Configured | SolverReady | Decided | Sold, Performed]
 
 
 class _Performer:
@@ -193,6 +193,7 @@ class _Performer:
             gateways=owners_by_gateway(self._config),
             answer=self._answer,
             on_alive=on_alive,
+            batch=Batch,
         )
         if shared:
             _log.warning("users.shared", users=shared, meaning="they may speak for every participant")

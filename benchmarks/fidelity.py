@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import simulator.world
 from app_agent.core.host import AppHost, Submit
 from app_agent.core.spec import AppSpec
-from arbiter.core.arbiter import Arbiter
+from arbiter.core.arbiter import Arbiter, Batch
 from arbiter.core.effects import Decide, Decided
 from arbiter.core.state.model import Settled
 from launch import demo
@@ -338,12 +338,18 @@ def _delays(heard: Sequence[Heard]) -> list[float]:
         for effect in call.effects:
             if isinstance(effect, Send) and isinstance(effect.message, NodeReport):
                 said.setdefault((effect.message.node, effect.message.seq), call.at)
-    arrived = [
-        (call.event.message, call.at)
-        for call in heard
-        if isinstance(call.event, Received) and isinstance(call.event.message, NodeReport)
-    ]
+    arrived = _node_reports(heard)
     return [at - said[report.node, report.seq] for report, at in arrived if (report.node, report.seq) in said]
+
+
+def _node_reports(heard: Sequence[Heard]) -> list[tuple[NodeReport, float]]:
+    """Return the reports of nodes that arrived, and when."""
+    return [
+        (each.message, call.at)
+        for call in heard
+        for each in (call.event.messages if isinstance(call.event, Batch) else (call.event,))
+        if isinstance(each, Received) and isinstance(each.message, NodeReport)
+    ]
 
 
 def _samples(heard: Sequence[Heard]) -> list[float]:
@@ -409,10 +415,9 @@ def crowd_of(starts: Sequence[tuple[float, float]]) -> tuple[float, float]:
 def _nodes(heard: Sequence[Heard]) -> dict[str, tuple[int, ...]]:
     """Return the number of GPUs in each slot of each node."""
     nodes: dict[str, tuple[int, ...]] = {}
-    for call in heard:
-        if isinstance(call.event, Received) and isinstance(call.event.message, NodeReport):
-            slots = [gpu.slot for gpu in call.event.message.gpus]
-            nodes[call.event.message.node] = tuple(slots.count(slot) for slot in dict.fromkeys(slots))
+    for report, _ in _node_reports(heard):
+        slots = [gpu.slot for gpu in report.gpus]
+        nodes[report.node] = tuple(slots.count(slot) for slot in dict.fromkeys(slots))
     return dict(sorted(nodes.items()))
 
 

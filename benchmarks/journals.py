@@ -31,7 +31,7 @@ from msgspec.structs import replace
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benchmark
 
-from arbiter.core.arbiter import Event  # noqa: E402
+from arbiter.core.arbiter import Batch, Event  # noqa: E402
 from arbiter.core.effects import Decide, EpochTaken, Note, Record, RoundRecord  # noqa: E402
 from arbiter.core.policies.themis.auction.instance import warm_up  # noqa: E402
 from arbiter.core.rounds.decision import decide  # noqa: E402
@@ -130,6 +130,7 @@ class Stage:
             snapshot=self.play.core.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
             clock=lambda: time.time() + self.ahead_s,
+            batch=Batch,
         )
         commit = journal.commit
 

@@ -44,7 +44,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from app_agent.core import host as app_host
 from app_agent.core.host import AppHost
 from app_agent.core.spec import AppSpec
-from arbiter.core.arbiter import Arbiter, Configured, Event
+from arbiter.core.arbiter import Arbiter, Batch, Configured, Event
 from arbiter.core.effects import Decide, LeaseRecord, Note, RoundRecord
 from arbiter.core.rounds.decision import decide
 from arbiter.core.state.model import ArbiterSettings, Free, Idle
@@ -364,7 +364,7 @@ class Site:
         self.processes: list[int] = []
         self._ledger = Ledger(Path(folder, "ledger.db"))
         self._journal: SqliteJournal[Event] = SqliteJournal.of(Path(folder, "journal.db"), Event)
-        self.shell: Shell[Configured, RoundRecord | LeaseRecord | Note] = Shell(
+        self.shell: Shell[Batch | Configured, RoundRecord | LeaseRecord | Note] = Shell(
             self.arbiter,
             AmqpBus(broker.url(ARBITER.user), timeout_s=60.0),
             ARBITER,
@@ -374,6 +374,7 @@ class Site:
             snapshot_every=SNAPSHOT_EVERY,
             clock=lambda: time.time() + self.ahead_s,
             answer=self._watch,
+            batch=Batch,
         )
 
     async def _perform(self, effect: RoundRecord | LeaseRecord | Note | Decide) -> None:

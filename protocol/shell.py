@@ -36,7 +36,7 @@ from protocol.codec import WireError, decode, encode
 from protocol.core import Connected, Core, Received, Send, Tick
 from protocol.durations import Durations
 from protocol.journal import Deposed, Journal
-from protocol.messages import ARBITER, AnyMessage, OwnerId, Party, Role, ToApp, ToArbiter, ToNode
+from protocol.messages import ARBITER, AnyMessage, OwnerId, Party, Query, Role, ToApp, ToArbiter, ToNode
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -109,7 +109,7 @@ class _Settling(Struct, frozen=True):
 
 
 class Waiting(Generic[EventT]):
-    """The items that wait to be handled, in the order in which they are taken."""
+    """The items that wait to be handled, in the order in which they are taken: local events first."""
 
     def __init__(self) -> None:
         self._events: deque[EventT] = deque()
@@ -193,6 +193,8 @@ class Shell(Generic[EventT, EffectT]):
         of so many at a time, `ANSWERS_MAX`, and while one is under way the same question again is left out.
     on_alive
         Called by the loop at least once per second, for a watchdog.
+    batch
+        Makes one event of messages that have come together. Without it the core hears each message by itself.
     """
 
     def __init__(
@@ -211,6 +213,7 @@ class Shell(Generic[EventT, EffectT]):
         gateways: Mapping[str, Container[OwnerId]] = NO_GATEWAYS,
         answer: Callable[[Party, AnyMessage], Answers | Coroutine[None, None, Answers] | None] | None = None,
         on_alive: Callable[[], None] | None = None,
+        batch: Callable[[tuple[Received, ...]], EventT] | None = None,
     ) -> None:
         self._core = core
         self._bus = bus
@@ -225,6 +228,7 @@ class Shell(Generic[EventT, EffectT]):
         self._gateways = gateways
         self._answer = answer
         self._on_alive = on_alive
+        self._batch = batch
 
         self._leads = party.role == "arbiter"
         self._waiting: Waiting[EventT | Received | Tick | Connected | _Late] = Waiting()
@@ -237,6 +241,7 @@ class Shell(Generic[EventT, EffectT]):
         self._idle = asyncio.Event()
         self.commits = Durations(COMMITS_S)  #: of the journal, each of one batch of events
         self._appended = False  #: an event since the last of them
+        self._batched = 0  #: messages since the last snapshot that came in a batch, after the first of each
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._epoch = 0
@@ -380,13 +385,15 @@ class Shell(Generic[EventT, EffectT]):
             for item in self._waiting.take(BATCH_MAX)
         ]
         await self._ensure_inboxes({item.sender for item in items if isinstance(item, _Admitted)})
+        together: list[Received] = []
         for item in items:
             if isinstance(item, _Late):
                 effects.extend(item.answers)
             elif isinstance(item, _Admitted):
-                self._hear(item, effects, settling)
+                self._hear(item, together, effects, settling)
             elif item is not None:
                 self._handle(item, effects)
+        self._hand_over(together, effects)
         self._tick(effects)  # last: no deadline may overtake an older message that may answer it
         if self._journal is not None:
             await self._commit(self._journal)
@@ -418,12 +425,23 @@ class Shell(Generic[EventT, EffectT]):
             self._appended = True
         effects.extend(self._core.handle(event, now))
 
+    def _hand_over(self, together: list[Received], effects: list[EffectT | Send]) -> None:
+        """Let the core hear the messages that have come together, at once if it can; then none of them is left."""
+        if self._batch is not None and len(together) > 1:
+            self._handle(self._batch(tuple(together)), effects)
+            self._batched += len(together) - 1
+        else:
+            for event in together:
+                self._handle(event, effects)
+        together.clear()
+
     async def _take_snapshot(self, *, after: int) -> None:
         """Store the state, if so many events have come since that was last done; not in the midst of a takeover."""
         journal = self._journal
         if journal is None or self._snapshot is None or self._takes_over:
             return
-        if journal.writable and journal.since_snapshot >= after:
+        if journal.writable and journal.since_snapshot + self._batched >= after:
+            self._batched = 0
             # A takeover may append while a thread stores this state, which is that of now.
             await self._wait_for(journal, partial(journal.snapshot, self._snapshot(), journal.end()))
 
@@ -453,17 +471,24 @@ class Shell(Generic[EventT, EffectT]):
             await self._reject(item)
             return None
 
-    def _hear(self, item: _Admitted, effects: list[EffectT | Send], settling: list[_Settling]) -> None:
-        """Handle a message unless it is known."""
+    def _hear(
+        self, item: _Admitted, together: list[Received], effects: list[EffectT | Send], settling: list[_Settling]
+    ) -> None:
+        """Answer a message, or add it to those that the core hears together, unless it is known.
+
+        A question is answered by what came before it.
+        """
         if item.arrived.link is not self._link:
             return
         if self._is_repeated(item.sender, item.identity):
             settling.append(_Settling(item.arrived))
             return
         settling.append(_Settling(item.arrived, item.sender, item.identity))
+        if isinstance(item.message, Query):
+            self._hand_over(together, effects)
         answers = self._answer(item.sender, item.message) if self._answer is not None else None
         if answers is None:
-            self._handle(Received(item.sender, item.message), effects)
+            together.append(Received(item.sender, item.message))
         elif isinstance(answers, Coroutine):
             self._answer_later(item.sender, item.message, answers)
         else:

@@ -4,8 +4,8 @@ The world does the work of `protocol.shell` and the daemons, and nothing else: i
 carries messages, ticks a core when its deadline has come, asks the policy for its decision, and lets the imaginary
 nodes perform the effects of node agents. No core can tell the difference. All decisions are the cores' own.
 
-At one instant all messages are heard before any core is ticked, as a live shell hears a whole batch before its tick.
-Events of one instant happen in the order in which they were caused.
+At one instant agents hear all messages and are ticked; then the arbiter hears all that has come together, as from a
+live shell, and is ticked. Events of one instant happen in the order in which they were caused.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from app_agent.core.host import Accepted, AppHost, Changed, Declined, Submit
 from app_agent.core.model import Attempting
 from app_agent.core.spec import AppSpec
 from app_agent.core.spread import UNMEASURED, Spread, joined
-from arbiter.core.arbiter import Arbiter, Configured, Event
+from arbiter.core.arbiter import Arbiter, Batch, Configured, Event
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
@@ -86,7 +86,7 @@ class MakeHost(Protocol):
         ...
 
 
-#: At one instant messages are heard first, then agents tick, then the arbiter, which then knows all their news.
+#: At one instant messages are heard first, then agents tick, then the arbiter hears all their news together, and ticks.
 _EVENT, _TICK, _LAST = 0, 1, 2
 
 
@@ -230,6 +230,7 @@ class World:
         self._queue: list[tuple[float, int, int, Any]] = []
         self._numbers = itertools.count()
         self._ready: deque[tuple[Actor, int, Any]] = deque()
+        self._letters: deque[tuple[Actor, int, Any]] = deque()  #: for the arbiter, after all others
         self._actors: dict[Party, Actor] = {}
         self._pending: dict[Party, list[LocalEvent]] = {}
         self.epoch = 0  #: the newest that the store of the arbiter's journal has given out
@@ -455,6 +456,8 @@ class World:
                 actor, version, event = ready.popleft()
                 if actor.version == version and actor.up:
                     self._handle(actor, event)
+            elif self._letters and not (queue and queue[0][0] <= self.now and queue[0][1] < _LAST):
+                self._hear_together()
             elif queue and queue[0][0] <= self.now:
                 _, kind, _, due = heapq.heappop(queue)
                 if kind == _EVENT:
@@ -480,7 +483,22 @@ class World:
         self._handle(actor, Tick())
 
     def _tell(self, actor: Actor, event: Any) -> None:
-        self._ready.append((actor, actor.version, event))
+        (self._letters if actor is self.arbiter else self._ready).append((actor, actor.version, event))
+
+    def _hear_together(self) -> None:
+        """Let the arbiter handle its next event, or all messages at once that come before the next other event."""
+        letters, arbiter = self._letters, self.arbiter
+        _, version, event = letters.popleft()
+        if version != arbiter.version or not arbiter.up:
+            return
+        messages = [event]
+        while type(event) is Received and letters and letters[0][1] == version and type(letters[0][2]) is Received:
+            messages.append(letters.popleft()[2])
+        if len(messages) == 1 or arbiter.held is not None:
+            for each in messages:
+                self._handle(arbiter, each)
+        else:
+            self._handle(arbiter, Batch(tuple(messages)))
 
     # --- cores ------------------------------------------------------------------------------------------------------
 

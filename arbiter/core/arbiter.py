@@ -48,6 +48,7 @@ __all__ = [
     "ActRecord",
     "AppRecord",
     "Arbiter",
+    "Batch",
     "Configured",
     "Decide",
     "Decided",
@@ -85,11 +86,20 @@ class Configured(Struct, frozen=True, tag=True):
     epoch_in_ids: bool = False
 
 
+class Batch(Struct, frozen=True, tag=True):
+    """Event: these messages have come together, and are heard in this order.
+
+    What they change is sent once, and not after each of them: one plan to a node on which ten jobs begin.
+    """
+
+    messages: tuple[Received, ...]
+
+
 class SolverReady(Struct, frozen=True, tag=True):
     """Event: from now on policies that hold auctions can be asked."""
 
 
-Event = Received | Tick | Connected | Configured | SolverReady | Decided | Sold
+Event = Received | Batch | Tick | Connected | Configured | SolverReady | Decided | Sold
 
 
 class Arbiter:
@@ -268,6 +278,9 @@ class Arbiter:
                 apps.take_sold(turn, event)
             case Received(sender, message):
                 self._hear(turn, sender, message)
+            case Batch(messages):
+                for each in messages:
+                    self._hear(turn, each.sender, each.message)
             case _ as never:
                 assert_never(never)
 

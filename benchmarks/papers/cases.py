@@ -25,7 +25,7 @@ from protocol.core import Send
 from protocol.messages import AnyMessage, Bid, Level, ProbeReply
 from simulator import fluid
 from simulator.cluster import Cluster, from_toml, parse_cluster
-from simulator.costs import DEFAULT, Costs, shorter
+from simulator.costs import DEFAULT, NONE, Costs, shorter
 from simulator.experiment import Experiment, settings_of
 from simulator.figures.results import AppRow, Run, summary
 from simulator.foreknowledge import host_of as knowing_host_of
@@ -45,7 +45,7 @@ Variant = Literal["", "no payments"]
 Setting = Literal["published", "harder"]
 FLUID = fluid.NAME
 #: Policies whose runs tell the floor, too.
-FLOORED = ("themis", "maxmin-ftf")
+FLOORED = ("themis", "maxmin-ftf", FLUID)
 #: Rules of ours that the published systems do not have.
 NO_RULES_OF_OURS: Knobs = (
     ("align_after_leases", "0"),
@@ -83,7 +83,8 @@ class Case(Struct, frozen=True):
 
     `error` is the greatest relative error of every rho that apps tell (0.2: they are multiplied by 0.8 to 1.2), drawn
     from `error_seed`. `elastic`: each job can use any number of GPUs up to its gang, as in Eq. 1, instead of a gang or
-    nothing. `variant` changes one rule of themis, to see what comes of it (`varied`).
+    nothing. `variant` changes one rule of themis, to see what comes of it (`varied`). `costless`: messages and acts
+    take no time, only lying apart costs; an experiment, too.
 
     Under `setting` "published" the workload is of the published form, apps know their work, and acts, leases and pauses
     are `scale` times as long, as jobs are: `knobs` that are times are given in published seconds. Then the cluster is
@@ -106,12 +107,17 @@ class Case(Struct, frozen=True):
     error: float = 0.0
     error_seed: int = 0
     elastic: bool = False
+    costless: bool = False
     variant: Variant = ""
     setting: Setting = "harder"
     parts: int = 1
     lie: Lie = "bid"
     by: float = 0.0
     liar_gpu_hours: float = 0.0
+
+
+#: Of each app of a workload, in its order: T_sh, and T_id with the N_avg of that run, in seconds; None: never ended.
+Times = tuple[tuple[float, float] | None, ...]
 
 
 class Figures(Struct, frozen=True):
@@ -138,6 +144,7 @@ class Figures(Struct, frozen=True):
     rhos: tuple[float, ...] = ()  #: of all apps, rising
     liar_jct_s: float | None = None
     floor: float = 0.0  #: the least max rho attainable with this run's N_avg; 0: not worked out
+    times: Times = ()
 
 
 MEMORY = Memory(Case, Figures)
@@ -153,11 +160,38 @@ def run(case: Case) -> Figures:
     if case.liar_gpu_hours:
         (done_s,) = (app.jct_s for app in result.apps if app.app == LIAR)
         figures = replace(figures, liar_jct_s=done_s)
-    elif case.policy in FLOORED:
-        figures = replace(figures, floor=floor_of(works_of(result, drawn(case, cluster), cluster), cluster.gpus))
+    else:
+        figures = replace(figures, times=times_of(result, drawn(case, cluster)))
+        if case.policy in FLOORED:
+            figures = replace(figures, floor=floor_of(works_of(result, drawn(case, cluster), cluster), cluster.gpus))
     MEMORY.add(case, figures)
     print(f"{figures.cpu_s:7.1f} s  max rho {figures.max_rho:6.3f}  {name_of(case)}", file=sys.stderr, flush=True)
     return figures
+
+
+def times_of(run: Run, workload: Workload) -> Times:
+    """Return when each app of `workload` was done in `run`, and its T_id."""
+    rows = {row.app: row for row in run.apps}
+    found = [(rows[app.id].shared_s, rows[app.id].ideal_s) for app in workload.apps]
+    return tuple((shared_s, ideal_s) if shared_s is not None and ideal_s else None for shared_s, ideal_s in found)
+
+
+def common_rho(times: Times, reference: Times) -> float:
+    """Return the greatest rho if each app had the N_avg that it has in another run; infinite if an app never ended.
+
+    N_avg is how many apps there were on average while an app lived. A policy that holds all others up has more of them,
+    so a greater T_id and a smaller rho. With the N_avg of one run, policies differ by when apps are done only.
+
+    Parameters
+    ----------
+    times
+        T_sh and T_id of the apps of a workload under a policy, in seconds.
+    reference
+        Those of the same apps in the run whose N_avg counts, in which all of them ended.
+    """
+    ideals = [each[1] for each in reference if each is not None]
+    assert len(ideals) == len(times) == len(reference), "an app of the reference never ended"
+    return max(math.inf if own is None else own[0] / ideal for own, ideal in zip(times, ideals, strict=True))
 
 
 def works_of(run: Run, workload: Workload, cluster: Cluster) -> list[Work]:
@@ -235,6 +269,7 @@ def _simulate(case: Case, cluster: Cluster) -> Run:
 
     published = case.setting == "published"
     costs, host_of = (shorter(DEFAULT, 1 / case.scale), knowing_host_of) if published else (DEFAULT, None)
+    costs = replace(NONE, placement=costs.placement) if case.costless else costs
     with varied(case.variant):
         return simulate(workload, cluster, case.policy, case.seed, knobs_of(case), change_of, costs, host_of)
 

@@ -2,11 +2,13 @@
 
 Parts:
 
-*fairness*: `maxmin-ftf` beside the other policies on the workloads that are drawn from Themis's published medians, at
-several contentions: greatest and mean rho, GPU time, mean JCT, preemptions; and of each cell the greatest rho of
-`maxmin-ftf` over the least of the others, and over its floor (`benchmarks.papers.floor`). Two settings: *published*, as
-near to the paper's experiment as it can be read (`benchmarks.papers.themis`), where apps know their work and tell the
-truth; and *harder*, of larger gangs and shorter jobs, where apps estimate and `maxmin-ftf` goes by what they declared.
+*fairness*: `maxmin-ftf` beside all other registered policies on the workloads that are drawn from Themis's published
+medians, at several contentions: greatest and mean rho, GPU time, mean JCT, preemptions; and of each cell the greatest
+rho of `maxmin-ftf` over the least of the others, and over its floor (`benchmarks.papers.floor`): once with the N_avg
+of each run, as published, and once with one N_avg for all policies (`benchmarks.papers.cases.common_rho`). Two
+settings: *published*, as near to the paper's experiment as it can be read (`benchmarks.papers.themis`), where apps
+know their work and tell the truth; and *harder*, of larger gangs and shorter jobs, where apps estimate and
+`maxmin-ftf` goes by what they declared.
 *knowing*: the same cells where apps know their work exactly (`simulator.foreknowledge`), `maxmin-ftf` beside itself and
 `themis` where they report what they estimate; and the course of the app with the greatest rho.
 *lying*: how much sooner a liar is done than if it had told the truth, all else being equal. It lies in its reports:
@@ -27,6 +29,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import Literal
@@ -39,13 +42,28 @@ from msgspec.structs import replace
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
 from arbiter.core.members import declarations
-from benchmarks.papers.cases import FLOORED, Change, Knobs, Setting, simulate, story_of, workload_of, works_of
+from arbiter.core.registry import POLICIES
+from benchmarks.papers.cases import (
+    FLOORED,
+    FLUID,
+    Change,
+    Knobs,
+    Setting,
+    Times,
+    common_rho,
+    simulate,
+    story_of,
+    times_of,
+    workload_of,
+    works_of,
+)
 from benchmarks.papers.cases import run as run_case
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, said, show
 from benchmarks.papers.floor import floor_of
 from benchmarks.papers.themis import PUBLISHED, base
 from benchmarks.truth.spread import estimate
 from protocol.messages import AnyMessage, AppReport, Bid, ProbeReply
+from simulator import fluid
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.figures.results import summary
@@ -56,10 +74,12 @@ SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
 #: The best of these is the measure for what fairness costs.
 FAIR = ("themis", "gandiva-placement", "las")
-OTHERS = (*FAIR, "srtf", "srsf", "optimus", "slaq", "dorm", "drf", "astraea")
+OTHERS = (*FAIR, *(name for name in POLICIES if name not in (OURS, *FAIR)))
 #: Goals: in so many of the cells the greatest rho is the least of all, and never further above that of the best; GPU
 #: time and mean JCT over those of the best fair policy.
 CELLS_MIN, ABOVE_MAX, GPU_MAX, JCT_MAX = 0.9, 1.05, 1.02, 1.05
+#: With which N_avg rho is measured: that of each run, as published; or that of the ideal fair share, for all policies.
+OWN, COMMON = "N_avg of the run", "N_avg of the fair share"
 
 Lie = Literal["", "left", "total", "cluster", "demand", "waiting", "lacking"]
 #: Lies about the demand: more is asked for always, only while the app has no GPUs, or only while it has fewer than it
@@ -106,6 +126,7 @@ class Outcome(Struct, frozen=True):
     jct_s: tuple[float | None, ...]
     worst: str = ""  #: the course of the app with the greatest rho, in words
     floor: float = 0.0  #: the least greatest rho attainable with this run's N_avg; 0: not worked out
+    times: Times = ()
 
 
 class Plan(Struct, frozen=True):
@@ -181,7 +202,7 @@ def _published(cell: Cell) -> Outcome:
     found = run_case(case)
     return Outcome(
         found.max_rho, found.mean_rho, found.gpu_s, found.avg_jct_s, found.preemptions, found.unfinished, found.cpu_s,
-        jct_s=(), worst=found.worst, floor=found.floor,
+        jct_s=(), worst=found.worst, floor=found.floor, times=found.times,
     )  # fmt: skip
 
 
@@ -197,7 +218,11 @@ def _simulated(cell: Cell) -> Outcome:
 
     with _pasts(cell):
         knows = host_of if cell.exact else None
-        found = simulate(workload, cluster, cell.policy, cell.seed, cell.knobs, change_of, host_of=knows)
+        found = (
+            fluid.simulate(workload, cluster, seed=cell.seed)
+            if cell.policy == FLUID
+            else simulate(workload, cluster, cell.policy, cell.seed, cell.knobs, change_of, host_of=knows)
+        )
     whole, jct_s = summary(found), {row.app: row.jct_s for row in found.apps}
     return Outcome(
         max_rho=whole["max_rho"],
@@ -210,6 +235,7 @@ def _simulated(cell: Cell) -> Outcome:
         jct_s=tuple(jct_s[app.id] for app in workload.apps),
         worst=story_of(max(found.apps, key=lambda app: app.rho or 0.0)),
         floor=floor_of(works_of(found, workload, cluster), cluster.gpus) if cell.policy in FLOORED else 0.0,
+        times=times_of(found, workload),
     )
 
 
@@ -291,45 +317,90 @@ def fairness(plan: Plan) -> Part:
     return tuple(claim for claims, _ in parts for claim in claims), tuple(table for _, some in parts for table in some)
 
 
+class Row(Struct, frozen=True):
+    """The greatest rho of every policy in one cell, and the floor there."""
+
+    name: str
+    rhos: dict[str, float]
+    floor: float
+
+    @property
+    def best_other(self) -> str:
+        """The policy whose greatest rho is the least of the others."""
+        return min(OTHERS, key=self.rhos.__getitem__)
+
+    @property
+    def ratio(self) -> float:
+        """The greatest rho of ours over the least of the others."""
+        return self.rhos[OURS] / self.rhos[self.best_other]
+
+    @property
+    def over_floor(self) -> float:
+        """The greatest rho of ours over the least that any scheduler could reach."""
+        return self.rhos[OURS] / self.floor
+
+
 def _fairness(plan: Plan, setting: Setting) -> Part:
-    rows: list[tuple[str, ...]] = []
-    ratios: list[float] = []
-    floors: list[float] = []
+    measured: dict[str, list[Row]] = {OWN: [], COMMON: []}
     runs: dict[str, list[Outcome]] = {policy: [] for policy in (OURS, *OTHERS)}
     for kind, contention, seed in product(plan.kinds, sorted(plan.contentions), plan.seeds):
         cell = Cell(kind, OURS, seed, contention, plan.apps, plan.scale, knobs=SHORT, setting=setting)
+        name, fluid_run = f"{kind}, {contention:g}, {seed}", run(replace(cell, policy=FLUID, knobs=()))
         found = {policy: run(replace(cell, policy=policy)) for policy in runs}
         for policy, each in found.items():
             runs[policy].append(each)
-        ratios.append(found[OURS].max_rho / min(found[policy].max_rho for policy in OTHERS))
-        rhos = (f"{found[policy].max_rho:.2f}" for policy in runs)
-        floors.append(found[OURS].max_rho / found[OURS].floor)
-        rows.append((f"{kind}, {contention:g}, {seed}", *rhos, f"{ratios[-1]:.2f}", f"{floors[-1]:.2f}"))
-    columns = ("workload, contention, seed", *runs, f"{OURS} / least of the others", f"{OURS} / its floor")
-    cells = Table(f"{setting}: greatest rho of each cell", columns, tuple(rows))
-    return _claims(setting, ratios, floors, runs), (cells, _means(setting, runs))
+        own = {policy: each.max_rho if all(each.times) else inf for policy, each in found.items()}
+        common = {policy: common_rho(each.times, fluid_run.times) for policy, each in found.items()}
+        measured[OWN].append(Row(name, own, found[OURS].floor))
+        measured[COMMON].append(Row(name, common, fluid_run.floor))
+    claims = [claim for measure, rows in measured.items() for claim in _least_claims(f"{setting}, {measure}", rows)]
+    cells = [_cells(f"{setting}: greatest rho of each cell, {measure}", rows) for measure, rows in measured.items()]
+    return (*claims, *_cost_claims(setting, runs)), (*cells, _means(setting, runs, measured))
 
 
-def _claims(
-    setting: Setting, ratios: Sequence[float], floors: Sequence[float], runs: dict[str, list[Outcome]]
-) -> tuple[Claim, ...]:
-    """Judge one setting: the greatest rho of ours in each cell over the least of the others, and what it costs.
+def _cells(name: str, rows: Sequence[Row]) -> Table:
+    """Return the table of cells: ours beside the fair policies, and the best other policy of each cell."""
+    shown = (OURS, *FAIR)
+    columns = (
+        "workload, contention, seed", *shown, "least of the others", "of the policy", f"{OURS} / least of the others",
+        f"{OURS} / floor",
+    )  # fmt: skip
+    lines = [
+        (
+            row.name,
+            *(f"{row.rhos[policy]:.2f}" for policy in shown),
+            f"{row.rhos[row.best_other]:.2f}",
+            row.best_other,
+            f"{row.ratio:.2f}",
+            f"{row.over_floor:.2f}",
+        )
+        for row in rows
+    ]
+    return Table(name, columns, tuple(lines))
 
-    A floor is of one run (`floor`): with its N_avg no scheduler could make the greatest rho less.
-    """
-    best, most = sum(ratio <= 1.0 for ratio in ratios), max(ratios)
-    at_floor = sum(ratio > 1.0 and floor <= ABOVE_MAX for ratio, floor in zip(ratios, floors, strict=True))
-    gpu, jct = (_over_fair(runs, figure) for figure in (lambda each: each.gpu_s, lambda each: each.avg_jct_s))
+
+def _least_claims(name: str, rows: Sequence[Row]) -> tuple[Claim, Claim]:
+    """Judge the greatest rho of ours in each cell: over the least of the others, and over the floor."""
+    best, most = sum(row.ratio <= 1.0 for row in rows), max(row.ratio for row in rows)
+    at_floor = sum(row.ratio > 1.0 and row.over_floor <= ABOVE_MAX for row in rows)
     return (
         Claim(
-            f"{setting}: cells in which {OURS} has the least greatest rho of all policies",
-            "", f"{best} of {len(ratios)}; {at_floor} more are within {ABOVE_MAX - 1:.0%} of the floor",
-            f"{CELLS_MIN:.0%}", best >= CELLS_MIN * len(ratios),
+            f"{name}: cells in which {OURS} has the least greatest rho of all {len(OTHERS) + 1} policies",
+            "", f"{best} of {len(rows)}; {at_floor} more are within {ABOVE_MAX - 1:.0%} of the floor",
+            f"{CELLS_MIN:.0%}", best >= CELLS_MIN * len(rows),
         ),
         Claim(
-            f"{setting}: greatest rho of {OURS} over the least of the others",
-            "", f"{said(ratios)}, at most {most:.2f}", f"at most {ABOVE_MAX:g} in each cell", most <= ABOVE_MAX,
+            f"{name}: greatest rho of {OURS} over the least of the others",
+            "", f"{said([row.ratio for row in rows])}, at most {most:.2f}", f"at most {ABOVE_MAX:g} in each cell",
+            most <= ABOVE_MAX,
         ),
+    )  # fmt: skip
+
+
+def _cost_claims(setting: Setting, runs: dict[str, list[Outcome]]) -> tuple[Claim, Claim]:
+    """Judge what the fairness of ours costs."""
+    gpu, jct = (_over_fair(runs, figure) for figure in (lambda each: each.gpu_s, lambda each: each.avg_jct_s))
+    return (
         Claim(
             f"{setting}: GPU time of {OURS} over that of the best of {', '.join(FAIR)}",
             "", said(gpu, ".3f"), f"at most {GPU_MAX:g}", fmean(gpu) <= GPU_MAX,
@@ -347,24 +418,31 @@ def _over_fair(runs: dict[str, list[Outcome]], figure: Callable[[Outcome], float
     return [figure(ours) / figure(other) for ours, other in zip(runs[OURS], runs[best], strict=True)]
 
 
-def _means(setting: Setting, runs: dict[str, list[Outcome]]) -> Table:
-    """Return the figures of each policy over those of ours in the same cell: mean and 95 % interval."""
+def _means(setting: Setting, runs: dict[str, list[Outcome]], measured: dict[str, list[Row]]) -> Table:
+    """Return the figures of each policy over those of ours in the same cell: mean and 95 % interval.
+
+    Of a policy under which an app never ended there is no rho.
+    """
     ours = runs[OURS]
     rows = []
     for policy, found in runs.items():
         pairs = list(zip(found, ours, strict=True))
+        over = [[row.rhos[policy] / row.rhos[OURS] for row in some] for some in measured.values()]
         rows.append(
             (
                 policy,
-                said([each.max_rho / own.max_rho for each, own in pairs]),
+                *(said(ratios) if all(map(isfinite, ratios)) else "" for ratios in over),
                 said([each.mean_rho / own.mean_rho for each, own in pairs]),
                 said([each.gpu_s / own.gpu_s for each, own in pairs], ".3f"),
                 said([each.avg_jct_s / own.avg_jct_s for each, own in pairs]),
                 said([float(each.preemptions) for each in found], ".0f"),
-                str(sum(each.unfinished for each in found)),
+                str(sum(each.times.count(None) for each in found)),
             )
         )
-    columns = (f"over {OURS}", "max rho", "mean rho", "GPU time", "mean JCT", "preemptions (not over)", "unfinished")
+    columns = (
+        f"over {OURS}", *(f"max rho, {measure}" for measure in measured), "mean rho", "GPU time", "mean JCT",
+        "preemptions (not over)", "apps that never ended",
+    )  # fmt: skip
     return Table(f"{setting}: all cells", columns, tuple(rows))
 
 

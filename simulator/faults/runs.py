@@ -20,6 +20,7 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter.core.arbiter import Batch
 from arbiter.core.effects import RoundRecord
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import Traits
@@ -385,6 +386,8 @@ def _brief(thing: Any) -> str:
     match thing:
         case Received(sender, message):
             return f"{sender.user} said {_brief(message)}"
+        case Batch(messages):
+            return " & ".join(map(_brief, messages))
         case Send(to, message):
             return f"to {to.user} {_brief(message)}"
         case NodePlan():

@@ -15,10 +15,10 @@ from app_agent.core import app as app_facts
 from arbiter.core.policies.themis import policy as themis
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import GpuView, TenantView
-from protocol.messages import AppId, TenantId
+from protocol.messages import AppId, Holdings, NodePlan, TenantId
 from tests.core.test_policies_ordered import job, round_of
 from tests.support.app_harness import Bench
-from tests.support.arbiter_site import SETTINGS, Site
+from tests.support.arbiter_site import SETTINGS, Site, sent, wish
 from tests.support.auctions import app_of, gpus_of, view_of
 
 BLIND = sorted(name for name, entry in POLICIES.items() if not entry.kind.sees_tenants)
@@ -43,6 +43,34 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tup
 
 
 Counted = Callable[[object, str], list[tuple[object, ...]]]
+
+
+def test_what_a_batch_of_messages_changes_is_said_once() -> None:
+    site = Site()
+    site.node("n1", 4)
+    for app in ("ana-1", "ben-1"):
+        site.app(app)
+        site.wait(2)
+    begun = [(app, wish(app, 0, site.held(app))) for app in ("ana-1", "ben-1")]
+    with site.together() as effects:
+        for app, job_wish in begun:
+            site.app(app, jobs=[job_wish])
+    (plan,) = sent(effects, NodePlan)
+    assert [(order.task, order.want) for order in plan.tasks] == [("ana-1.0-a0", "run"), ("ben-1.0-a0", "run")]
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_of_a_batch_the_last_word_of_each_sender_counts() -> None:
+    site = Site()
+    site.node("n1", 1)
+    with site.together() as effects:
+        site.app("ana-1", gang=2, demand=2)
+        site.app("ana-1", state="finished")
+        site.app("ben-1")
+    site.wait(0)
+    assert site.held("ben-1") == ["GPU-n1-0"]
+    (settled,) = [each for each in sent(effects, Holdings) if each.app == "ana-1"]
+    assert (settled.leases, settled.acked) == ((), 2)
 
 
 @pytest.mark.parametrize("name", BLIND)

@@ -53,7 +53,13 @@ class Shout(Struct, frozen=True):
     text: str
 
 
-Event = Received | Tick | Connected | Poke
+class Batch(Struct, frozen=True, tag=True):
+    """What the shell makes of messages that have come together, where the core hears them at once."""
+
+    messages: tuple[Received, ...]
+
+
+Event = Received | Tick | Connected | Poke | Batch
 
 
 class Recorder:
@@ -615,6 +621,63 @@ async def test_a_commit_is_counted_for_each_batch_that_has_written_events(rig: R
     told = shell.commits.document()
     assert sum(told["counts"]) == 2
     assert told["sum_s"] > 0.0
+
+
+def batches(rig: Rig) -> list[list[AnyMessage]]:
+    return [[each.message for each in event.messages] for event in rig.core.events if isinstance(event, Batch)]
+
+
+async def test_messages_that_come_together_are_one_event_for_a_core_that_hears_batches(
+    rig: Rig, tmp_path: Path
+) -> None:
+    await (await rig.leading_link()).close()  # from now on the site's queues exist
+    app = await rig.bus.connect(APP)
+    await say(app, ARBITER, *(frame(reply(number), name=str(number)) for number in range(3)))
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
+        async with rig.arbiter(journal=journal, batch=Batch) as shell:
+            await rig.core.until(lambda: len(batches(rig)) == 1)
+            await say(app, ARBITER, frame(reply(3), name="3"))
+            await rig.core.until(lambda: rig.core.heard == [reply(3)])  # one alone is no batch
+            await shell.wait_idle()
+        assert [event for _, _, event in journal.load().events] == rig.core.events
+    assert batches(rig) == [[reply(0), reply(1), reply(2)]]
+
+
+async def test_a_question_is_answered_when_the_core_has_heard_what_came_before_it(rig: Rig) -> None:
+    await (await rig.leading_link()).close()
+    app = await rig.bus.connect(APP)
+    messages = [reply(0), reply(1), Query("q", "apps"), reply(2), reply(3)]
+    await say(app, ARBITER, *(frame(message, name=str(number)) for number, message in enumerate(messages)))
+    known: list[list[list[AnyMessage]]] = []
+
+    def answer(sender: Party, message: AnyMessage) -> Sequence[Send] | None:
+        if not isinstance(message, Query):
+            return None
+        known.append(batches(rig))
+        return [Send(sender, Answer("q", b"{}"))]
+
+    async with rig.arbiter(batch=Batch, answer=answer):
+        await rig.core.until(lambda: len(batches(rig)) == 2)
+    assert known == [[[reply(0), reply(1)]]]
+    assert batches(rig) == [[reply(0), reply(1)], [reply(2), reply(3)]]
+
+
+async def test_each_message_of_a_batch_counts_towards_the_next_snapshot(rig: Rig, tmp_path: Path) -> None:
+    """Otherwise a busy arbiter would have many times as much to replay as one with little to do."""
+    await (await rig.leading_link()).close()
+    app = await rig.bus.connect(APP)
+    await say(app, ARBITER, *(frame(reply(number), name=str(number)) for number in range(9)))
+    with SqliteJournal[Event].of(tmp_path / "journal", Event) as journal:
+        options = {"snapshot": lambda: b"%d events" % len(rig.core.events), "snapshot_every": 9}
+        async with rig.arbiter(journal=journal, batch=Batch, **options) as shell:
+            await rig.core.until(lambda: len(batches(rig)) == 1)
+            await shell.wait_idle()
+            assert journal.load().snapshot is not None
+            assert len(rig.core.events) < 9
+            await say(app, ARBITER, frame(reply(9), name="9"))
+            await rig.core.until(lambda: reply(9) in rig.core.heard)
+            await shell.wait_idle()
+            assert journal.since_snapshot == 1
 
 
 async def test_snapshots_are_taken_every_so_many_events(rig: Rig, tmp_path: Path) -> None:

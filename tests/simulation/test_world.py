@@ -27,7 +27,7 @@ from simulator.figures.results import Run, summary
 from simulator.profiles import built_in, crude
 from simulator.run import Simulation, simulate
 from simulator.workload import AppPlan, JobPlan, Workload, load
-from simulator.world import quiet
+from simulator.world import Actor, World, quiet
 from tests.support.traces import shared
 
 #: No pause between rounds, and leases that are renewed at their very end: time costs nothing here.
@@ -103,6 +103,27 @@ def test_the_exact_targets_to_the_printed_digit(
     assert (figures["jobs_in"], figures["jobs_out"]) == (len(result.apps), len(result.apps))
     told = [figures[name] for name in ("avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s")]
     assert [f"{value:.1f}" for value in told] == [f"{value:.1f}" for value in (mean, median, p99, makespan)]
+
+
+@pytest.mark.parametrize("policy", ["las", "maxmin-ftf"])
+def test_the_rows_are_the_same_if_the_arbiter_hears_each_message_by_itself(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it hears together only saves messages."""
+    apps = list(load(shared(TRACES["tiresias60"])).apps)
+    together = run(apps, "1x8", policy)
+    monkeypatch.setattr("simulator.world.Batch", lambda messages: messages)
+
+    def one_by_one(world: World, actor: Actor, event: object) -> None:
+        for each in event if isinstance(event, tuple) else (event,):
+            handle(world, actor, each)
+
+    handle = World._handle
+    monkeypatch.setattr(World, "_handle", one_by_one)
+    each = run(apps, "1x8", policy)
+    assert each.apps == together.apps
+    assert each.jobs == together.jobs
+    assert each.messages > together.messages
 
 
 # --- by hand ----------------------------------------------------------------------------------------------------------

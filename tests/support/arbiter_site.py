@@ -7,13 +7,14 @@ to, if `decides_late` or `sells_late`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TypeVar
 
 import pytest
 from msgspec.structs import replace
 
-from arbiter.core.arbiter import Arbiter, Configured, Effect, Event
+from arbiter.core.arbiter import Arbiter, Batch, Configured, Effect, Event
 from arbiter.core.effects import Decide, Note, RoundRecord, Sell
 from arbiter.core.members.sale_batch import sell
 from arbiter.core.rounds.decision import decide
@@ -81,6 +82,7 @@ class Site:
         self.node_models: dict[str, Sequence[str]] = {}  #: of its GPUs, one for each or one for all; else all are H200
         self.busy: dict[str, TaskStatus] = {}
         self.decides_late = False
+        self.letters: list[Received] | None = None  #: what is said in one batch; None: all is heard at once
         self.undecided: list[Decide] = []
         self.sells_late = False
         self.unsold: list[Sell] = []
@@ -128,7 +130,19 @@ class Site:
         return self.handle(Connected(self.epoch))
 
     def hear(self, sender: Party, message: ToArbiter) -> list[Effect]:
+        if self.letters is not None:
+            self.letters.append(Received(sender, message))
+            return []
         return self.handle(Received(sender, message))
+
+    @contextmanager
+    def together(self) -> Iterator[list[Effect]]:
+        """Let the arbiter hear as one batch what is said meanwhile; its effects are there afterwards."""
+        effects: list[Effect] = []
+        self.letters = []
+        yield effects
+        letters, self.letters = self.letters, None
+        effects += self.handle(Batch(tuple(letters)))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass, with a tick at each deadline on the way."""
