@@ -312,9 +312,39 @@ def test_two_bids_for_the_same_named_gpu_cannot_both_win() -> None:
 def test_an_app_bound_to_more_gpus_than_can_be_listed_says_that_rows_were_thinned() -> None:
     gpus = gpus_of(*[2] * 12)
     bound = (app_of("a"), bid_of("a", 9.0, (6, "cluster", 3.0), only=[gpu.gpu for gpu in gpus[::2]]))
-    entry, result = auction(gpus, bound)
+    free = (app_of("b"), bid_of("b", 9.0, (1, "cluster", 8.0)))
+    entry, result = auction(gpus, bound, free)
     assert entry.thinned == 1
-    assert len(result.awards[0].won) == 6
+    assert sorted(len(award.won) for award in result.awards) == [1, 6]
+
+
+def test_gpus_that_no_bidder_can_use_are_no_part_of_the_auction() -> None:
+    """Without them an app that is bound to all others is as free as any: each of its rows is one option."""
+    gpus = gpus_of(*[2] * 12)
+    mine = [gpu.gpu for gpu in gpus[::2]]
+    bids = [(app_of(name), bid_of(name, 9.0, (6, "cluster", 3.0), (1, "cluster", 7.0), only=mine)) for name in "ab"]
+    entry, result = auction(gpus, *bids)
+    assert entry.thinned == 0
+    assert len(entry.problem.options.new) == 4
+    assert entry.ground.places.total == 12
+    assert [len(award.won) for award in result.awards] == [6, 6]
+    assert {gpu.gpu for award in result.awards for gpu in award.won} == set(mine)
+    assert len(result.leftover) == 24 - sum(len(award.kept) for award in result.awards)
+
+
+def test_an_app_that_holds_a_gpu_which_no_bidder_can_use_bids_for_the_others() -> None:
+    gpus = gpus_of(2, 1)
+    mine = [gpu.gpu for gpu in gpus[:2]]
+    moved = (app_of("a", renewable=[gpus[2].gpu]), bid_of("a", 9.0, (2, "machine", 3.0), only=mine))
+    entry, result = auction(gpus, moved)
+    assert entry.held == ({},)
+    assert [gpu.gpu for gpu in result.awards[0].won] == mine
+
+
+def test_an_app_that_can_use_no_gpu_in_play_wins_none() -> None:
+    entry, result = auction(gpus_of(2), (app_of("a"), bid_of("a", 9.0, (1, "cluster", 3.0), only=[])))
+    assert entry.ground.places.total == 2
+    assert result.awards[0].won == ()
 
 
 def test_winners_stay_on_the_gpus_they_hold() -> None:

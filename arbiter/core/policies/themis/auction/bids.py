@@ -179,10 +179,11 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
         key=lambda app: (bool(app.renewable), draw(view.seed, "tie", app.app), app.app),
     )
     bidders = tuple(_bidder(view, app, bids[app.app], gpus, lift.get(app.app, 0.0)) for app in ordered)
-    by_slot = _slots_matter(gpus, bidders)
+    useful = _useful_gpus(gpus, bidders)
+    by_slot = _slots_matter(useful, bidders)
     if not by_slot:
         bidders = tuple(replace(bidder, level=np.maximum(bidder.level, MACHINE)) for bidder in bidders)
-    ground = Ground(gpus, bidders, by_slot=by_slot)
+    ground = Ground(useful, bidders, by_slot=by_slot)
     special, thinned, plain = [], 0, []
     for number, bidder in enumerate(bidders):
         expansion = _Expansion(ground, number, bidder)
@@ -190,8 +191,8 @@ def enter(view: View, bids: Mapping[AppId, Bid], *, lift: Mapping[AppId, float] 
         thinned += expansion.thinned
         plain.append(not expansion.needed)
     homes = tuple(ground.home(bidder.kept) for bidder in bidders)
-    named = {gpu.gpu: gpu for gpu in gpus}
-    held = tuple(ground.by_machine(named[gpu] for gpu in sorted(bidder.held)) for bidder in bidders)
+    named = {gpu.gpu: gpu for gpu in useful}
+    held = tuple(ground.by_machine(named[gpu] for gpu in sorted(bidder.held) if gpu in named) for bidder in bidders)
     problem = build(
         ground.places,
         _rows([bidder if is_plain else None for bidder, is_plain in zip(bidders, plain, strict=True)]),
@@ -276,6 +277,19 @@ def clipped(rho: float) -> float:
     return min(max(rho, RHO_MIN), RHO_MAX) if math.isfinite(rho) else RHO_MAX
 
 
+def _useful_gpus(gpus: tuple[GpuView, ...], bidders: Sequence[Bidder]) -> tuple[GpuView, ...]:
+    """Return the GPUs in play that some bidder can use; all of them if no bidder can use any.
+
+    A GPU of no use to anybody would make a bidder that can use all others one that can use certain GPUs only, whose
+    rows are not plain.
+    """
+    restrictions = {bidder.only for bidder in bidders}
+    if None in restrictions:
+        return gpus
+    usable = frozenset[GpuId]().union(*(only for only in restrictions if only is not None))
+    return tuple(gpu for gpu in gpus if gpu.gpu in usable) or gpus
+
+
 def _slots_matter(gpus: Sequence[GpuView], bidders: Sequence[Bidder]) -> bool:
     """Whether some row asks for several GPUs, kept and new, on one slot, where that is less than a machine."""
     asked = any(bool(((b.level == SLOT) & (b.new + len(b.kept) > 1)).any()) for b in bidders)
@@ -322,11 +336,12 @@ def _worth(ground: Ground, bidder: Bidder, home: Home, held: Mapping[int, int]) 
 
 
 class Ground:
-    """The places of the GPUs in play and of those that bidders keep, and the cells that some bidders are bound to."""
+    """The places of the GPUs to auction and of those that bidders keep; the cells that some bidders are bound to."""
 
     def __init__(self, gpus: Sequence[GpuView], bidders: Sequence[Bidder], *, by_slot: bool) -> None:
         known = [*gpus, *(gpu for bidder in bidders for gpu in bidder.kept)]
         self.by_slot = by_slot
+        self._names = frozenset(gpu.gpu for gpu in gpus)
         self.in_play = group(gpus, lambda gpu: gpu.node)
         slots = {node: sorted({gpu.slot for gpu in found}) for node, found in group(known, lambda g: g.node).items()}
         rack = {gpu.node: gpu.rack for gpu in known}
@@ -344,9 +359,13 @@ class Ground:
         counts = tuple(sum(gpu.slot == slot for gpu in free) for slot in slots) if self.by_slot else ()
         return Machine(node, rack, len(free), counts)
 
+    def binds(self, bidder: Bidder) -> bool:
+        """Whether there are GPUs here that the bidder cannot use."""
+        return bidder.only is not None and not bidder.only >= self._names
+
     def _group_cells(self, gpus: Sequence[GpuView], bidders: Sequence[Bidder]) -> None:
         bound: dict[GpuId, list[int]] = {}
-        restricted = dict.fromkeys(bidder.only for bidder in bidders if bidder.only is not None)
+        restricted = dict.fromkeys(bidder.only for bidder in bidders if bidder.only is not None and self.binds(bidder))
         names = {only: number for number, only in enumerate(restricted)}
         for only, number in names.items():
             for gpu_id in only:
@@ -426,7 +445,8 @@ class _Expansion:
         #: What completes the gang on machines where a part of one is kept, if there are GPUs at all.
         parts = {machine: count % bidder.chunk for machine, count in self._kept.items() if room[machine]}
         self._broken = {machine: bidder.chunk - part for machine, part in parts.items() if part}
-        self.needed = bidder.only is not None or bool(self._broken)
+        self._only = bidder.only if ground.binds(bidder) else None
+        self.needed = self._only is not None or bool(self._broken)
 
     def special(self) -> list[Special]:
         best: dict[tuple[Split, int], float] = {}
@@ -466,7 +486,7 @@ class _Expansion:
 
     def _ways(self, new: int, level: int) -> list[tuple[Split, int]]:
         """Return how `new` GPUs can lie: fixed counts, and a number of gangs anywhere."""
-        if self._bidder.only is None and level == CLUSTER:
+        if self._only is None and level == CLUSTER:
             loose = self._completions(new)
             if loose is not None:
                 return loose
@@ -514,7 +534,7 @@ class _Expansion:
 
     def _spots(self, level: int) -> list[_Spot]:
         """Return what the bidder may take GPUs of: cells, or else slots or machines."""
-        ground, only = self._ground, self._bidder.only
+        ground, only = self._ground, self._only
         if only is not None:
             cells = enumerate(zip(ground.cells, ground.members, strict=True))
             return [_Spot(ground.places.first_cell + i, cell.free) for i, (cell, gpus) in cells if gpus[0].gpu in only]

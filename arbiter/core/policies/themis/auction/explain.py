@@ -325,7 +325,7 @@ class _Case:
             text = f"others gain as much by its {gpus(row.new)}, and lots were drawn"
             return self._with_changes("lot", text, row, ("rho", "free", "fewer"))
         cost = f"to give it {gpus(row.new)} the others would lose {forgone:.3g} (log V), and it would gain {gain:.3g}"
-        if not anywhere:
+        if not anywhere and not self._fits_outside(row):
             return self._with_changes("price", cost + self._prices(), row, ("rho", "free", "fewer"))
         binding, what = self._scarce(row)
         text = f"{what}; {cost}"
@@ -441,7 +441,7 @@ class _Case:
             known = [node for node in sorted(lacking) if node in places.place_of_machine]
             return max(known, key=lambda node: lacking[node], default=None)
         if bidder.only is not None:
-            usable = sorted(gpu.node for gpus in ground.members for gpu in gpus if gpu.gpu in bidder.only)
+            usable = sorted(gpu.node for gpu in self._usable)
             return max(usable, key=usable.count, default=None)
         homes = {ground.at(ground.tightest(gpu), max(row.level, MACHINE)) for gpu in bidder.kept}
         machines = range(places.first_machine, places.first_rack)
@@ -535,6 +535,11 @@ class _Case:
         """Its first option, and the one after its last."""
         off = self._entry.problem.options.off
         return int(off[self._number]), int(off[self._number + 1])
+
+    def _fits_outside(self, row: _Row) -> bool:
+        """Whether a bidder that can use certain GPUs only would find enough among those that no bidder can use."""
+        outside = len(self._entry.gpus) - self._entry.ground.places.total
+        return self._bidder.only is not None and row.new <= outside
 
     def _wins_anywhere(self) -> bool | None:
         """Whether it would win if its GPUs could be any; None if unknown."""
