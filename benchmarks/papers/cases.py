@@ -238,7 +238,12 @@ def workload_of(
 
 
 def elastic(app: AppPlan) -> AppPlan:
-    """Return `app` with the same work, whose jobs need one GPU and can use as many as their gang was."""
+    """Return `app` with the same work, whose jobs need one GPU and can use as many as their gang was.
+
+    An app whose jobs need one GPU only is that already.
+    """
+    if app.gpus == 1:
+        return app
     jobs = tuple(replace(job, duration_s=job.duration_s * app.gpus) for job in app.jobs)
     return replace(app, gpus=1, gpus_max=app.gpus, jobs=jobs)
 

@@ -128,7 +128,7 @@ class Plan(Struct, frozen=True):
 
 
 FULL = Plan(cluster="6x8", hours=6.0, stride=1, limit_s=3600.0, windows=(5, 12), loads=(0.5, 1.0, 2.0))
-QUICK = Plan(cluster="2x8", hours=3.0, stride=3, limit_s=1800.0, windows=(8,), loads=(1.0, 2.0))
+QUICK = Plan(cluster="2x8", hours=2.0, stride=4, limit_s=1200.0, windows=(12,), loads=(1.0, 2.0))
 
 
 # --- one run ----------------------------------------------------------------------------------------------------------

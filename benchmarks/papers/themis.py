@@ -12,8 +12,8 @@ may preempt at any time. Parts:
 *rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2;
 *contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
 *errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
-*lease*: sweeps; *causes*: themis with one rule changed; *elastic*: jobs of any size up to their gang; *sizes*: the
-published setting in two sizes.
+*lease*: sweeps; *causes*: themis with one rule changed; *elastic*: jobs of any size up to their gang; *costs*: acts
+that take no time; *sizes*: the published setting in two sizes.
 
 rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
 gets the same apps; several seeds give a mean with its 95 % interval. `--keep` notes every run in a file and takes from
@@ -96,6 +96,7 @@ class Plan(Struct, frozen=True):
     leases: tuple[str, ...]
     sizes: tuple[tuple[str, float], ...]  #: clusters and scales on which verdicts are compared
     elastic: bool = False  #: jobs run on any number of GPUs up to their gang
+    costless: bool = False  #: acts and messages take no time
 
 
 #: Changes of themis that show why it misses: by name, its settings, and the rule that an experiment changes.
@@ -201,7 +202,7 @@ def base(plan: Plan, *, contention: int = 1, **changes: Any) -> Case:
     Contention comes by a part of the cluster as published, or by as many times the work.
     """
     case = Case(1, THEMIS, seed=0, apps=plan.apps, scale=plan.scale, cluster=plan.cluster, setting=plan.setting)
-    case = replace(case, elastic=plan.elastic)
+    case = replace(case, elastic=plan.elastic, costless=plan.costless)
     dense = {"parts": contention} if plan.setting == "published" else {"contention": float(contention)}
     return replace(case, **dense, **changes)
 
@@ -496,27 +497,45 @@ def lease_part(plan: Plan) -> Part:
 
 def causes_part(plan: Plan) -> Part:
     """Show themis with one rule changed, under the greatest contention."""
-    case = base(plan, contention=max(plan.contentions))
-    rows = [row_of(THEMIS, case, plan.seeds)]
-    rows += [row_of(f"{THEMIS}, {name}", variant_of(case, name), plan.seeds) for name in VARIANTS]
-    return Part((), (Table(f"themis with one rule changed, workload 1, {size_of(case)}", COLUMNS, tuple(rows)),))
+    tables = []
+    for kind in KINDS:
+        case = base(plan, kind=kind, contention=max(plan.contentions))
+        rows = [row_of(THEMIS, case, plan.seeds)]
+        rows += [row_of(f"{THEMIS}, {name}", variant_of(case, name), plan.seeds) for name in VARIANTS]
+        tables.append(Table(f"themis with one rule changed, workload {kind}, {size_of(case)}", COLUMNS, tuple(rows)))
+    return Part((), tuple(tables))
 
 
 def elastic_part(plan: Plan) -> Part:
     """Show all policies on jobs of any size up to their gang, as Eq. 1 has it: then no gang can starve.
 
-    Beside it all claims of the greatest contention once more, with gangs and without: what gangs are the cause of.
+    Beside it all claims once more but those about the liar, whose experiment has no gangs: with gangs and without.
     """
-    most = max(plan.contentions)
-    rigid = replace(plan, rho_cases=((1, most),), contentions=(most,))
-    loose = replace(rigid, elastic=True)
+    loose, most = replace(plan, elastic=True), max(plan.contentions)
     name = f"jobs of any size up to their gang, workload 1, {size_of(base(loose, contention=most))}"
     policies = policies_table(name, base(loose, contention=most), plan.seeds)
-    parts = (rho_part, contention_part, network_part, errors_part, f_part)
-    pairs = [pair for part in parts for pair in zip(part(rigid).claims, part(loose).claims, strict=True)]
-    rows = tuple((gang.name, gang.ours, gang.verdict, size.ours, size.verdict) for gang, size in pairs)
-    columns = ("claim", "gangs", "", "jobs of any size", "")
-    return Part((), (policies, Table("claims where jobs need no gang", columns, rows)))
+    parts = (rho_part, contention_part, network_part, errors_part, f_part, lease_part)
+    table = beside("claims where jobs need no gang", "gangs", plan, "jobs of any size", loose, parts)
+    return Part((), (policies, table))
+
+
+def costs_part(plan: Plan) -> Part:
+    """Show the claims about the searches where acts take no time: what costs are the cause of."""
+    dear = replace(plan, rho_cases=tuple(case for case in plan.rho_cases if case[0] == 2))
+    cheap = replace(dear, costless=True)
+    table = beside("claims about workload 2 where acts take no time", "costs", dear, "no costs", cheap, (rho_part,))
+    kind, contention = dear.rho_cases[0]
+    case = base(cheap, kind=kind, contention=contention)
+    return Part((), (policies_table(f"acts take no time, workload {kind}, {size_of(case)}", case, plan.seeds), table))
+
+
+def beside(
+    name: str, first: str, plan: Plan, second: str, changed: Plan, parts: Sequence[Callable[[Plan], Part]]
+) -> Table:
+    """Return the claims of these parts under a plan, beside those under another one that is the same experiment."""
+    pairs = [pair for part in parts for pair in zip(part(plan).claims, part(changed).claims, strict=True)]
+    rows = tuple((before.name, before.ours, before.verdict, after.ours, after.verdict) for before, after in pairs)
+    return Table(name, ("claim", first, "", second, ""), rows)
 
 
 PARTS: dict[str, Callable[[Plan], Part]] = {
@@ -527,6 +546,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "f": f_part,
     "causes": causes_part,
     "elastic": elastic_part,
+    "costs": costs_part,
     "contention": contention_part,
     "network": network_part,
     "sizes": sizes_part,

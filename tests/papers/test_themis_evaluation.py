@@ -159,6 +159,18 @@ def test_jobs_of_any_size_have_the_same_work() -> None:
     assert elastic(app) == AppPlan("a", "t", 0.0, 1, 4, (JobPlan(40.0, 5),))
 
 
+def test_jobs_that_need_one_gpu_are_of_any_size_already_and_stay_as_they_are() -> None:
+    growing = AppPlan("a", "t", 0.0, 1, 8, (JobPlan(10.0, 5),), phase_growth=2)
+    assert elastic(growing) is growing
+
+
+def test_where_acts_take_no_time_a_preemption_wastes_nothing() -> None:
+    case = themis.base(QUICK["published"], contention=4, policy="las", seed=3)
+    dear, cheap = (cases.run(replace(case, costless=costless)) for costless in (False, True))
+    assert dear.preemptions > 0 < cheap.preemptions
+    assert cheap.wasted_gpu_s < 0.02 * dear.wasted_gpu_s
+
+
 def test_runs_that_are_done_are_not_repeated(tmp_path: Path, known: dict[Case, Figures]) -> None:
     case = themis.base(TINY, seed=99)
     memory = Memory(Case, Figures)
@@ -213,6 +225,8 @@ def test_every_part_says_what_it_claims() -> None:
     assert any("errors" in name for name in known)
     assert known == {name: ours for name, ours in as_gangs.items() if name in known}
     assert any(gang != size for _, gang, _, size, _ in loose.rows)
+    (cheap,) = (table for table in report.tables if table.name.endswith("where acts take no time"))
+    assert all("workload 2" in name and dear != none for name, dear, _, none, _ in cheap.rows)
     assert text_of(report).startswith("## Claims\n")
 
 
