@@ -11,13 +11,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import cache
-from typing import Any, Literal
+from functools import cache, partial
+from typing import Any, Literal, Self
 from unittest.mock import patch
 
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter.core.placement.lots import draw
 from arbiter.core.policies.themis.auction import bids
 from benchmarks.papers.document import Memory
 from benchmarks.papers.floor import Work, floor_of
@@ -39,8 +40,8 @@ Knobs = tuple[tuple[str, str], ...]
 Change = Callable[[AnyMessage], AnyMessage]
 #: What is lied about: rows of the bid for GPUs that lie apart, or those and every answer to a probe.
 Lie = Literal["bid", "bid and probe"]
-#: One rule of themis changed: winners keep all they win; or what payments leave goes to the worst-off, bidders too.
-Variant = Literal["", "no payments"]
+#: One rule of themis changed: winners keep all they win; or what payments cut from a gang is owed for the next rounds.
+Variant = Literal["", "no payments", "debts"]
 #: The experiment: as published, or the one that this project made first, of larger gangs.
 Setting = Literal["published", "harder"]
 FLUID = fluid.NAME
@@ -350,6 +351,8 @@ def varied(variant: Variant) -> Iterator[None]:
     match variant:
         case "no payments":
             change: AbstractContextManager[object] = patch.object(bids, "keep", _keep_all)
+        case "debts":
+            change = patch.object(bids, "draw", Debts().lot)
         case "":
             change = nullcontext()
     with change:
@@ -358,6 +361,40 @@ def varied(variant: Variant) -> Iterator[None]:
 
 def _keep_all(worth: Any, won: Mapping[int, int], log_c: float, places: Any, *, lot: float) -> dict[int, int]:  # noqa: ARG001
     return dict(won)
+
+
+class Debts:
+    """What winners are owed of gangs that payments have cut, instead of a lot that each round draws anew.
+
+    A winner that is to have a gang with a chance of 0.4 has it in two of five rounds: its first lot is drawn, and each
+    later one is the one before less the chance, and one more if the gang was had. So the lots are as even as can be.
+    """
+
+    def __init__(self) -> None:
+        self._lots: dict[str, float] = {}
+
+    def lot(self, seed: int, purpose: str, name: str) -> float:
+        """Return the lot of that name in a round."""
+        drawn = draw(seed, purpose, name)
+        if purpose != "keep":
+            return drawn
+        return _Owed(self._lots.setdefault(name, drawn), partial(self._lots.__setitem__, name))
+
+
+class _Owed(float):
+    """A lot that is settled by being compared with a chance, as `rounding.keep` does."""
+
+    settle: Callable[[float], None]
+
+    def __new__(cls, lot: float, settle: Callable[[float], None]) -> Self:
+        owed = super().__new__(cls, lot)
+        owed.settle = settle
+        return owed
+
+    def __lt__(self, chance: float) -> bool:
+        had = float(self) < chance
+        self.settle(float(self) - chance + had)
+        return had
 
 
 # --- apps that err or lie ---------------------------------------------------------------------------------------------

@@ -104,6 +104,7 @@ VARIANTS: dict[str, tuple[Knobs, Variant]] = {
     "seldom rounds": (SELDOM, ""),
     "leftovers to the worst-off": (WORST_OFF, ""),
     "no payments": ((), "no payments"),
+    "debts": ((), "debts"),
 }
 #: An eighth of the published simulator: 32 GPUs for 256, an eighth of the jobs, of an eighth of the length.
 PUBLISHED = Plan(

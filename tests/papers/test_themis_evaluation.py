@@ -171,6 +171,15 @@ def test_where_acts_take_no_time_a_preemption_wastes_nothing() -> None:
     assert cheap.wasted_gpu_s < 0.02 * dear.wasted_gpu_s
 
 
+def test_what_is_cut_from_a_gang_is_owed_and_the_debt_is_paid_in_later_rounds() -> None:
+    debts = cases.Debts()
+    had = [[debts.lot(round_, "keep", app) < 0.4 for app in "ab"] for round_ in range(50)]
+    for of_app in zip(*had, strict=True):
+        assert sum(of_app) == 20
+        assert all(sum(of_app[first : first + 5]) == 2 for first in range(45))
+    assert debts.lot(7, "tie", "a") == cases.draw(7, "tie", "a")
+
+
 def test_runs_that_are_done_are_not_repeated(tmp_path: Path, known: dict[Case, Figures]) -> None:
     case = themis.base(TINY, seed=99)
     memory = Memory(Case, Figures)
