@@ -3,7 +3,8 @@
 Events come from the bus, from timers and from the daemon's adapters (`Shell.post`), and are handled one at a time, in
 batches of those that wait: each event is journalled and handled, then the journal is committed once, then the effects
 are performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
-between repeats messages, which every core bears.
+between repeats messages, which every core bears. Where the core hears messages together (`Shell.batch`), all of a batch
+are one event.
 
 Waiting items are taken in turn: local events, then nodes' messages, then one message of each owner after the other. An
 owner whose agent floods the arbiter waits behind itself.
@@ -179,7 +180,7 @@ class Shell(Generic[EventT, EffectT]):
         core and journal up to what the last leader has decided, and returns the epoch to lead in; by default the
         journal gives that.
     snapshot, snapshot_every
-        The core's state as bytes, taken after so many journalled events.
+        The core's state as bytes, taken after so many journalled events; each message of a `batch` counts.
     clock
         UNIX time in seconds; by default a `steady_clock`. The core's time never goes back, also not across
         restarts with a journal.
@@ -241,7 +242,9 @@ class Shell(Generic[EventT, EffectT]):
         self._idle = asyncio.Event()
         self.commits = Durations(COMMITS_S)  #: of the journal, each of one batch of events
         self._appended = False  #: an event since the last of them
-        self._batched = 0  #: messages since the last snapshot that came in a batch, after the first of each
+        #: Messages beyond one for each event since the last snapshot. Not kept over a crash, after which the next
+        #: snapshot comes later by so many messages.
+        self._batched = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._link: Link | None = None
         self._epoch = 0
@@ -426,7 +429,7 @@ class Shell(Generic[EventT, EffectT]):
         effects.extend(self._core.handle(event, now))
 
     def _hand_over(self, together: list[Received], effects: list[EffectT | Send]) -> None:
-        """Let the core hear the messages that have come together, at once if it can; then none of them is left."""
+        """Let the core hear the messages that have come together, as one event if it can; then none of them is left."""
         if self._batch is not None and len(together) > 1:
             self._handle(self._batch(tuple(together)), effects)
             self._batched += len(together) - 1

@@ -230,7 +230,7 @@ class World:
         self._queue: list[tuple[float, int, int, Any]] = []
         self._numbers = itertools.count()
         self._ready: deque[tuple[Actor, int, Any]] = deque()
-        self._letters: deque[tuple[Actor, int, Any]] = deque()  #: for the arbiter, after all others
+        self._for_arbiter: deque[tuple[Actor, int, Any]] = deque()  #: handled once no agent has an event left
         self._actors: dict[Party, Actor] = {}
         self._pending: dict[Party, list[LocalEvent]] = {}
         self.epoch = 0  #: the newest that the store of the arbiter's journal has given out
@@ -456,7 +456,7 @@ class World:
                 actor, version, event = ready.popleft()
                 if actor.version == version and actor.up:
                     self._handle(actor, event)
-            elif self._letters and not (queue and queue[0][0] <= self.now and queue[0][1] < _LAST):
+            elif self._for_arbiter and not (queue and queue[0][0] <= self.now and queue[0][1] < _LAST):
                 self._hear_together()
             elif queue and queue[0][0] <= self.now:
                 _, kind, _, due = heapq.heappop(queue)
@@ -483,17 +483,17 @@ class World:
         self._handle(actor, Tick())
 
     def _tell(self, actor: Actor, event: Any) -> None:
-        (self._letters if actor is self.arbiter else self._ready).append((actor, actor.version, event))
+        (self._for_arbiter if actor is self.arbiter else self._ready).append((actor, actor.version, event))
 
     def _hear_together(self) -> None:
-        """Let the arbiter handle its next event, or all messages at once that come before the next other event."""
-        letters, arbiter = self._letters, self.arbiter
-        _, version, event = letters.popleft()
+        """Let the arbiter handle its next event; messages that come before the next other event are one batch."""
+        waiting, arbiter = self._for_arbiter, self.arbiter
+        _, version, event = waiting.popleft()
         if version != arbiter.version or not arbiter.up:
             return
         messages = [event]
-        while type(event) is Received and letters and letters[0][1] == version and type(letters[0][2]) is Received:
-            messages.append(letters.popleft()[2])
+        while type(event) is Received and waiting and waiting[0][1] == version and type(waiting[0][2]) is Received:
+            messages.append(waiting.popleft()[2])
         if len(messages) == 1 or arbiter.held is not None:
             for each in messages:
                 self._handle(arbiter, each)

@@ -89,7 +89,8 @@ class Configured(Struct, frozen=True, tag=True):
 class Batch(Struct, frozen=True, tag=True):
     """Event: these messages have come together, and are heard in this order.
 
-    What they change is sent once, and not after each of them: one plan to a node on which ten jobs begin.
+    What they change is sent once, and not after each of them: one plan to a node on which ten jobs begin. An app that
+    comes and ends within one batch is never admitted.
     """
 
     messages: tuple[Received, ...]

@@ -46,8 +46,9 @@ class Turn:
     nodes: set[NodeId] = field(default_factory=set)  #: whose plan may have changed
     apps: set[AppId] = field(default_factory=set)  #: whose holdings may have changed
     accounts: set[AppId] = field(default_factory=set)  #: apps whose account may now be closed, or has changed since
-    happened: dict[EventRecord, set[GpuId]] = field(default_factory=dict)  #: in order; of each the GPUs it was about
+    happened: list[tuple[EventRecord, set[GpuId]]] = field(default_factory=list)  #: of each the GPUs it was about
 
+    _last: dict[EventRecord | GpuId, int] = field(default_factory=dict)  #: the last place in `happened` of each
     _policy: tuple[ArbiterSettings, Policy] | None = None  #: the policy of these settings
 
     @property
@@ -83,6 +84,8 @@ class Turn:
     ) -> None:
         """Record an event. One event is recorded of several GPUs to which the same happens in this turn.
 
+        What happens to a GPU again, after something else, is another event.
+
         A story is for those who ask why something is as it is, and forgets; the ledger keeps events in order, for
         longer than there are logs, and so none of what a task has printed.
         """
@@ -90,13 +93,21 @@ class Turn:
         tenant = None if known is None else known.tenant
         words = " ".join(without_log_end(what).split())[:EVENT_CHARS_MAX]
         record = EventRecord(0, self.now, kind, words, app, tenant, node, task, (), round, by)
-        gpus = self.happened.setdefault(record, set())
-        if gpu is not None:
-            gpus.add(device_of(gpu))
+        place, device = self._last.get(record, -1), None if gpu is None else device_of(gpu)
+        if device is None:
+            goes_on = 0 <= place == len(self.happened) - 1
+        else:
+            goes_on = place >= 0 and self._last.get(device, -1) < place
+        if not goes_on:
+            place = self._last[record] = len(self.happened)
+            self.happened.append((record, set()))
+        if device is not None:
+            self.happened[place][1].add(device)
+            self._last[device] = place
 
     def close(self) -> None:
         """Put the events of this turn into its effects, each with its number and its GPUs."""
-        for record, gpus in self.happened.items():
+        for record, gpus in self.happened:
             self.state.events += 1
             what = record.what
             if gpus:
@@ -105,6 +116,7 @@ class Turn:
                 msgspec.structs.replace(record, number=self.state.events, what=what, gpus=tuple(sorted(gpus)))
             )
         self.happened.clear()
+        self._last.clear()
 
     def tell_once(self, subject: str, what: str) -> None:
         """Add a line loudly, unless it is the last there is: peers repeat what they say every beat."""

@@ -154,6 +154,23 @@ def test_one_bound_to_gpus_that_went_to_others_is_told_that_moving_would_help() 
     assert change_of(loss, "move").verified
 
 
+def test_one_that_would_win_a_part_elsewhere_is_told_that_moving_would_help() -> None:
+    gpus = gpus_of(4, 1)
+    mine = [gpu.gpu for gpu in gpus[:4]]
+    loser = (app_of("a"), bid_of("a", 8.0, (2, "cluster", 4.0), only=mine))
+    winner = (app_of("b"), bid_of("b", 8.0, (3, "cluster", 0.1), only=mine))
+    loss = losses(*round_of(gpus, loser, winner))[AppId("a")]
+    assert loss.binding == "restriction"
+    assert change_of(loss, "move").verified
+
+
+def test_one_whose_rows_name_a_node_of_no_use_to_others_is_told_what_is_lacking_there() -> None:
+    gpus = gpus_of(1, 1)
+    named = bid_of("a", 8.0, only=[gpus[1].gpu], explicit=[({"n00": 1}, 1.0)])
+    loss = losses(*round_of(gpus, (app_of("a", only=[gpus[1].gpu]), named)))[AppId("a")]
+    assert change_of(loss, "free").node == "n00"
+
+
 def test_one_whose_kept_gpus_lie_too_far_apart_for_its_rows_is_told_so() -> None:
     cluster = gpus_of(2, 2, 2)
     view, bids = round_of(cluster[2:5], simple("a", (3, "machine", 1.0), kept=[cluster[0], cluster[5]]))

@@ -12,13 +12,14 @@ import pytest
 from msgspec.structs import replace
 
 from app_agent.core import app as app_facts
+from arbiter.core.effects import AppRecord, EventRecord
 from arbiter.core.policies.themis import policy as themis
 from arbiter.core.registry import POLICIES
 from arbiter.core.seam import GpuView, TenantView
 from protocol.messages import AppId, Holdings, NodePlan, TenantId
 from tests.core.test_policies_ordered import job, round_of
 from tests.support.app_harness import Bench
-from tests.support.arbiter_site import SETTINGS, Site, sent, wish
+from tests.support.arbiter_site import SETTINGS, Site, gpu_id, sent, task, wish
 from tests.support.auctions import app_of, gpus_of, view_of
 
 BLIND = sorted(name for name, entry in POLICIES.items() if not entry.kind.sees_tenants)
@@ -58,6 +59,36 @@ def test_what_a_batch_of_messages_changes_is_said_once() -> None:
     (plan,) = sent(effects, NodePlan)
     assert [(order.task, order.want) for order in plan.tasks] == [("ana-1.0-a0", "run"), ("ben-1.0-a0", "run")]
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_what_happens_to_a_gpu_again_within_a_batch_is_another_event() -> None:
+    """The last event in the ledger tells what is so now."""
+    site = Site()
+    site.node("n1", 2)
+    sick = [gpu_id("n1", 0), gpu_id("n1", 1)]
+    with site.together() as effects:
+        for ill in (sick, [], sick):
+            site.node("n1", sick=ill)
+    told = [each for each in effects if isinstance(each, EventRecord)]
+    assert [each.kind for each in told] == ["unhealthy", "healthy", "unhealthy"]
+    assert [each.gpus for each in told] == [tuple(sick)] * 3
+
+
+def test_an_app_is_not_forgotten_before_its_account_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arbiter.core.members.apps.OVER_MAX", 1)
+    site = Site()
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(0)
+    (gpu,) = site.held("ana-1")
+    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])])
+    site.node("n1", tasks=[task("ana-1", 0, [gpu])], used=[gpu])
+    site.app("ana-1", state="finished")
+    site.app("ben-1", gang=2, demand=2)
+    with site.together() as effects:
+        site.node("n1")
+        site.app("ben-1", state="finished")
+    assert {each.app for each in effects if isinstance(each, AppRecord)} >= {"ana-1"}
 
 
 def test_of_a_batch_the_last_word_of_each_sender_counts() -> None:

@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from benchmarks.papers import maxmin
+from benchmarks.papers.cases import FLUID
 from benchmarks.papers.document import Memory
 from benchmarks.papers.maxmin import MEMORY, OTHERS, OURS, QUICK, Cell, Lie, Outcome, evaluate, run, telling
 from protocol.messages import AppReport, Bid, BidRow, GpuId, JobId, JobWish, LeaseId, LogChunk, ProbeReply, RoundId
@@ -82,7 +83,8 @@ def test_one_that_asks_for_more_while_it_waits_tells_the_truth_while_it_runs_and
 
 
 def outcome(max_rho: float, *jct_s: float) -> Outcome:
-    return Outcome(max_rho, 1.0, 3600.0, 60.0, 1, 0, 0.0, jct_s, floor=max_rho / 1.04)
+    """Return a run of one app with that rho, of which T_id is 10 s with its own N_avg."""
+    return Outcome(max_rho, 1.0, 3600.0, 60.0, 1, 0, 0.0, jct_s, floor=max_rho / 1.04, times=((10 * max_rho, 10.0),))
 
 
 @pytest.fixture
@@ -93,26 +95,63 @@ def known(monkeypatch: pytest.MonkeyPatch) -> dict[Cell, Outcome]:
     return memory.done
 
 
+def fluid(known: dict[Cell, Outcome], cell: Cell, *, ideal_s: float, floor: float = 1.0) -> None:
+    """Let the ideal fair share have this T_id."""
+    reference = replace(outcome(1.0), times=((1.0, ideal_s),), floor=floor)
+    known[replace(cell, policy=FLUID, knobs=())] = reference
+
+
 def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cell, Outcome]) -> None:
     plan = replace(QUICK, seeds=(3, 4), settings=("published",))
     for seed, ours in ((3, 1.0), (4, 3.0)):
         cell = Cell(1, OURS, seed, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
+        fluid(known, cell, ideal_s=20.0)
         known[cell] = outcome(ours)
         for place, policy in enumerate(OTHERS):
             known[replace(cell, policy=policy)] = outcome(2.0 + place)
-    claims, (cells, _) = maxmin.fairness(plan)
+    claims, (cells, *_) = maxmin.fairness(plan)
     assert [claim.ours.partition(" ±")[0] for claim in claims] == [
-        "1 of 2; 1 more are within 5% of the floor", "1.00", "1.000", "1.000",
+        "1 of 2; 1 more are within 5% of the floor", "1.00", "1 of 2; 0 more are within 5% of the floor", "1.00",
+        "1.000", "1.000",
     ]  # fmt: skip
-    assert [claim.met for claim in claims] == [False, False, True, True]
+    assert [claim.met for claim in claims] == [False, False, False, False, True, True]
     assert claims[1].ours.endswith(", at most 1.50")
-    assert cells.columns[-2:] == ("maxmin-ftf / least of the others", "maxmin-ftf / its floor")
-    assert [row[-2:] for row in cells.rows] == [("0.50", "1.04"), ("1.50", "1.04")]
+    assert cells.columns[-2:] == ("maxmin-ftf / least of the others", "maxmin-ftf / floor")
+    assert [row[-4:] for row in cells.rows] == [("2.00", "themis", "0.50", "1.04"), ("2.00", "themis", "1.50", "1.04")]
+
+
+def test_with_one_n_avg_policies_differ_by_when_apps_are_done_only(known: dict[Cell, Outcome]) -> None:
+    """Who holds all apps up has more of them at a time, so a greater T_id and a smaller rho of its own."""
+    plan = replace(QUICK, settings=("published",))
+    cell = Cell(1, OURS, 3, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
+    fluid(known, cell, ideal_s=20.0, floor=0.9)
+    for policy in OTHERS:
+        known[replace(cell, policy=policy)] = replace(outcome(0.9), times=((40.0, 44.0),))
+    known[cell] = replace(outcome(1.0), times=((20.0, 20.0),))
+    _, (own, common, means) = maxmin.fairness(plan)
+    assert [row[-2:] for row in (*own.rows, *common.rows)] == [("1.11", "1.04"), ("0.50", "1.11")]
+    assert [row[1:3] for row in means.rows][:2] == [("1.00", "1.00"), ("0.90", "2.00")]
+
+
+def test_a_policy_under_which_an_app_never_ends_has_the_least_rho_of_no_cell(known: dict[Cell, Outcome]) -> None:
+    plan = replace(QUICK, settings=("published",))
+    cell = Cell(1, OURS, 3, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
+    fluid(known, cell, ideal_s=20.0)
+    known[cell] = outcome(1.0)
+    for policy in OTHERS:
+        known[replace(cell, policy=policy)] = (
+            replace(outcome(0.5), times=(None,)) if policy == "oasis" else outcome(2.0)
+        )
+    claims, tables = maxmin.fairness(plan)
+    assert claims[0].ours.startswith("1 of 1")
+    (lost,) = (row for row in tables[-1].rows if row[0] == "oasis")
+    assert (lost[1:3], lost[-1]) == (("", ""), "1")
 
 
 def test_what_fairness_costs_is_measured_by_the_fair_policy_that_costs_least(known: dict[Cell, Outcome]) -> None:
     plan = replace(QUICK, settings=("harder",))
     cell = Cell(1, OURS, 3, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT)
+    fluid(known, cell, ideal_s=20.0)
     for place, policy in enumerate((OURS, *OTHERS)):
         known[replace(cell, policy=policy)] = replace(outcome(1.0), gpu_s=100.0 - place, avg_jct_s=90.0 + place)
     *_, gpu, jct = maxmin.fairness(plan)[0]

@@ -82,7 +82,7 @@ class Site:
         self.node_models: dict[str, Sequence[str]] = {}  #: of its GPUs, one for each or one for all; else all are H200
         self.busy: dict[str, TaskStatus] = {}
         self.decides_late = False
-        self.letters: list[Received] | None = None  #: what is said in one batch; None: all is heard at once
+        self.unheard: list[Received] | None = None  #: what is said in one batch; None: each message is heard by itself
         self.undecided: list[Decide] = []
         self.sells_late = False
         self.unsold: list[Sell] = []
@@ -130,8 +130,8 @@ class Site:
         return self.handle(Connected(self.epoch))
 
     def hear(self, sender: Party, message: ToArbiter) -> list[Effect]:
-        if self.letters is not None:
-            self.letters.append(Received(sender, message))
+        if self.unheard is not None:
+            self.unheard.append(Received(sender, message))
             return []
         return self.handle(Received(sender, message))
 
@@ -139,10 +139,10 @@ class Site:
     def together(self) -> Iterator[list[Effect]]:
         """Let the arbiter hear as one batch what is said meanwhile; its effects are there afterwards."""
         effects: list[Effect] = []
-        self.letters = []
+        self.unheard = []
         yield effects
-        letters, self.letters = self.letters, None
-        effects += self.handle(Batch(tuple(letters)))
+        unheard, self.unheard = self.unheard, None
+        effects += self.handle(Batch(tuple(unheard)))
 
     def wait(self, seconds: float) -> list[Effect]:
         """Let time pass, with a tick at each deadline on the way."""

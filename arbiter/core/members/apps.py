@@ -364,7 +364,7 @@ def _forget_oldest(turn: Turn) -> None:
     place = 0
     while len(over) > OVER_MAX and place < len(over):
         _, app_id = over[place]
-        if _lingers(turn, app_id):
+        if _lingers(turn, app_id) or app_id in turn.accounts:  # its account is closed at the end of the turn
             place += 1
             continue
         del over[place]

@@ -4,7 +4,8 @@ Most rows of a bid are *plain*: so many GPUs at that level, and the solver knows
 are not plain. They become options with fixed counts, one for each way to lie (the densest ones, when there are too
 many):
 
-- rows of an app that can use certain GPUs only. Those GPUs are grouped into *cells* to which the same apps are bound;
+- rows of an app that can use certain GPUs only, where others can use more. Those GPUs are grouped into *cells* to which
+  the same apps are bound. GPUs in play that no bidder can use are no part of the auction;
 - rows of an app that keeps a part of a gang on a machine with free GPUs: the GPUs won there must complete the gang;
 - explicit rows, which name their machines.
 """
@@ -94,12 +95,12 @@ class Entry(Struct, frozen=True):
     """One round's auction. Bidders are numbered in the order that decides ties."""
 
     seed: int
-    gpus: tuple[GpuView, ...]
+    gpus: tuple[GpuView, ...]  #: all in play, those of no use to any bidder included
     bidders: tuple[Bidder, ...]
     ground: Ground
     problem: Problem
     worths: tuple[Worth, ...]
-    held: tuple[Mapping[int, int], ...]  #: GPUs in play that each holds, by machine place
+    held: tuple[Mapping[int, int], ...]  #: GPUs to auction that each holds, by machine place
     thinned: int  #: rows of which not every way to lie is among the options
 
     @property

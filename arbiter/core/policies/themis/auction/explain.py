@@ -325,7 +325,7 @@ class _Case:
             text = f"others gain as much by its {gpus(row.new)}, and lots were drawn"
             return self._with_changes("lot", text, row, ("rho", "free", "fewer"))
         cost = f"to give it {gpus(row.new)} the others would lose {forgone:.3g} (log V), and it would gain {gain:.3g}"
-        if not anywhere and not self._fits_outside(row):
+        if not anywhere:
             return self._with_changes("price", cost + self._prices(), row, ("rho", "free", "fewer"))
         binding, what = self._scarce(row)
         text = f"{what}; {cost}"
@@ -349,7 +349,7 @@ class _Case:
 
     @cached_property
     def _price(self) -> float:
-        """What the last GPU in play brings the others (log V), were GPUs cut at will; 0 if some are left."""
+        """What the last GPU to auction brings the others (log V), were GPUs cut at will; 0 if some are left."""
         options = self._entry.problem.options
         owner, width, slope = kernel.hulls(options.off, options.new, options.gain)
         theirs = owner != self._number
@@ -438,7 +438,8 @@ class _Case:
         places = ground.places
         if row.nodes:
             lacking = {node: count - len(ground.in_play.get(node, ())) for node, count in row.nodes}
-            known = [node for node in sorted(lacking) if node in places.place_of_machine]
+            there = {gpu.node for gpu in _known(self._view)}
+            known = [node for node in sorted(lacking) if node in there]
             return max(known, key=lambda node: lacking[node], default=None)
         if bidder.only is not None:
             usable = sorted(gpu.node for gpu in self._usable)
@@ -536,20 +537,20 @@ class _Case:
         off = self._entry.problem.options.off
         return int(off[self._number]), int(off[self._number + 1])
 
-    def _fits_outside(self, row: _Row) -> bool:
-        """Whether a bidder that can use certain GPUs only would find enough among those that no bidder can use."""
-        outside = len(self._entry.gpus) - self._entry.ground.places.total
-        return self._bidder.only is not None and row.new <= outside
-
     def _wins_anywhere(self) -> bool | None:
         """Whether it would win if its GPUs could be any; None if unknown."""
         problem = self._entry.problem
         options, (low, high) = problem.options, self._own
+        # It may then take those, too, that no bidder can use.
+        outside = len(self._entry.gpus) - self._entry.ground.places.total if self._bidder.only is not None else 0
+        if (options.new[low:high] <= outside).any():
+            return True
         mine = np.zeros(len(options.new), dtype=bool)
         mine[low:high] = True
         bound = np.repeat(mine, np.diff(options.fixed_off))
         counts = np.where(mine, 0, np.diff(options.fixed_off))
         loose = options._replace(
+            new=np.where(mine, options.new - outside, options.new),
             kind=np.where(mine, kernel.LOOSE, options.kind),
             pieces=np.where(mine, 0, options.pieces),
             size=np.where(mine, 0, options.size),
