@@ -97,7 +97,7 @@ class Turn:
         if device is None:
             goes_on = 0 <= place == len(self.happened) - 1
         else:
-            goes_on = place >= 0 and self._last.get(device, -1) < place
+            goes_on = place >= 0 and self._last.get(device, -1) <= place
         if not goes_on:
             place = self._last[record] = len(self.happened)
             self.happened.append((record, set()))
