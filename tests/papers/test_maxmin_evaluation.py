@@ -121,7 +121,7 @@ def test_the_claim_is_about_the_least_of_the_others_in_each_cell(known: dict[Cel
 
 
 def test_with_one_n_avg_policies_differ_by_when_apps_are_done_only(known: dict[Cell, Outcome]) -> None:
-    """Who holds all apps up has more of them at a time, so a greater T_id and a smaller rho of its own."""
+    """A policy that holds all apps up has more of them at a time, so a greater T_id and a smaller rho of its own."""
     plan = replace(QUICK, settings=("published",))
     cell = Cell(1, OURS, 3, 4.0, plan.apps, plan.scale, knobs=maxmin.SHORT, setting="published")
     fluid(known, cell, ideal_s=20.0, floor=0.9)

@@ -54,7 +54,7 @@ class Shout(Struct, frozen=True):
 
 
 class Batch(Struct, frozen=True, tag=True):
-    """What the shell makes of messages that have come together, where the core hears them at once."""
+    """What the shell makes of messages that have come together, where the core hears them as one event."""
 
     messages: tuple[Received, ...]
 

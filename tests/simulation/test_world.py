@@ -109,7 +109,7 @@ def test_the_exact_targets_to_the_printed_digit(
 def test_the_rows_are_the_same_if_the_arbiter_hears_each_message_by_itself(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it hears together only saves messages."""
+    """Where nothing takes time, hearing messages together only saves messages."""
     apps = list(load(shared(TRACES["tiresias60"])).apps)
     together = run(apps, "1x8", policy)
     monkeypatch.setattr("simulator.world.Batch", lambda messages: messages)

@@ -281,7 +281,7 @@ def clipped(rho: float) -> float:
 def _useful_gpus(gpus: tuple[GpuView, ...], bidders: Sequence[Bidder]) -> tuple[GpuView, ...]:
     """Return the GPUs in play that some bidder can use; all of them if no bidder can use any.
 
-    A GPU of no use to anybody would make a bidder that can use all others one that can use certain GPUs only, whose
+    A GPU of no use to any bidder would make a bidder that can use all others one that can use certain GPUs only, whose
     rows are not plain.
     """
     restrictions = {bidder.only for bidder in bidders}
