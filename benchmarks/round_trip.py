@@ -8,7 +8,8 @@ played: they obey each plan at once. No restatement is due while a round runs.
 The raw side sends, over a connection per agent likewise, what aio-pika's public interface makes of the same numbers:
 N requests of the size of a probe, answered by N replies of the size of its answer, then an offer's and a bid's for each
 bidder, then a grant's and a report's for each winner; each stage pipelined, all persistent, confirmed and acknowledged,
-classic queues down and a quorum queue up. The three stages end with the last reply, the round with the last grant.
+a classic queue down for each agent and one up for all of them. The three stages end with the last reply, the round
+with the last grant.
 
 Both run in turn on the same private RabbitMQ. Processor time is that of the arbiter (or requester), the agents and the
 broker together, less what their heartbeats use at rest in the same time; the wall clock swings with whatever else the
@@ -82,6 +83,7 @@ PROCESSES = 2
 GPUS_PER_NODE = 8
 APPS_PER_GPU = 5
 RAW = Topology(prefix="raw.")
+REPLIES = RAW.name("replies")
 LEASE_S, PAUSE_S, NEVER_S = 600.0, 3600.0, 1e8
 SETTINGS = ArbiterSettings(
     lease_s=LEASE_S,
@@ -278,11 +280,11 @@ async def start_responder(url: str, owner: str) -> None:
     reading, sending = await connection.channel(), await connection.channel(on_return_raises=True)
     await reading.set_qos(prefetch_count=RAW.app_prefetch)
     queue = await reading.get_queue(RAW.inbox(Party("app", owner)).name, ensure=False)
-    exchange = await sending.get_exchange(RAW.up, ensure=False)
+    exchange = sending.default_exchange
 
     async def answer(request: aio_pika.abc.AbstractIncomingMessage) -> None:
         body = bytes(int.from_bytes(request.body[:4], "big"))
-        await exchange.publish(persistent(body), f"bid.app-{owner}", mandatory=True)
+        await exchange.publish(persistent(body), REPLIES, mandatory=True)
         await request.ack()
 
     await queue.consume(answer)
@@ -326,12 +328,8 @@ class Requester:
 async def declare_raw(url: str, owners: Sequence[str]) -> None:
     async with await aio_pika.connect(url) as connection:
         channel = await connection.channel()
-        await channel.declare_exchange(RAW.up, aio_pika.ExchangeType.TOPIC, durable=True)
-        for spec in (RAW.arbiter_inbox, *(RAW.inbox(Party("app", owner)) for owner in owners)):
-            arguments = {key: value for key, value in spec.arguments.items() if key != "x-dead-letter-exchange"}
-            queue = await channel.declare_queue(spec.name, durable=True, arguments=arguments)
-            for exchange, pattern in spec.bindings:
-                await queue.bind(exchange, pattern)
+        for name in (REPLIES, *(RAW.inbox(Party("app", owner)).name for owner in owners)):
+            await channel.declare_queue(name, durable=True)
 
 
 @asynccontextmanager
@@ -339,7 +337,7 @@ async def requester(url: str, owners: Sequence[str]) -> AsyncIterator[Requester]
     async with await aio_pika.connect(url) as connection:
         reading, sending = await connection.channel(), await connection.channel(on_return_raises=True)
         await reading.set_qos(prefetch_count=RAW.arbiter_prefetch)
-        queue = await reading.get_queue(RAW.arbiter_inbox.name, ensure=False)
+        queue = await reading.get_queue(REPLIES, ensure=False)
         made = Requester(sending.default_exchange, owners)
         await queue.consume(made.take)
         yield made
