@@ -222,6 +222,11 @@ class AppView(Struct, frozen=True):
         """How many GPUs more than `kept` it could use now."""
         return max(0, self.demand_max - len(self.kept))
 
+    @property
+    def wants(self) -> bool:
+        """Whether it could use any now; rounds ask this of every app."""
+        return self.demand_max > len(self.kept)
+
 
 class NodeView(Struct, frozen=True):
     """The capacity of a node: GPUs in service, cores and memory, and the part that goes with GPUs that drain.

@@ -188,7 +188,7 @@ class WhatIf:
         app = turn.state.apps[self._app]
         gpus = seats.shown(turn)
         view = views.make_view(turn, gpus, {})
-        if not any(each.app == app.id and each.want > 0 for each in view.apps):
+        if not any(each.app == app.id and each.wants for each in view.apps):
             return False
         before = {gpu for gpu in turn.index.gpus[app.id] if isinstance(turn.state.gpus[gpu].state, Leased)}
         stays = before - gpus.keys()

@@ -62,7 +62,7 @@ def look(turn: Turn, in_play: Sequence[GpuId]) -> None:
     blocked = []
     aligned = False
     for kind in sorted(waiting, reverse=True):
-        began = since.get(kind, min(_waits_since(turn, app) for app in waiting[kind]))
+        began = since[kind] if kind in since else min(_waits_since(turn, app) for app in waiting[kind])
         gang, spans, level_max, gpu_types, min_memory_bytes = kind
         found = BlockedGangs(gang, spans, level_max, began, gpu_types, min_memory_bytes)
         waited_s = turn.now - found.since
@@ -118,16 +118,18 @@ def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
     """Whether these GPUs hold such a gang."""
     if len(in_play) < kind.gang:
         return False
-    gpus = (turn.state.gpus[gpu] for gpu in in_play if gpu in turn.state.gpus)
-    views = (turn.index.show(gpu) for gpu in gpus if _suits(kind, gpu))
-    level = _levels(kind)[-1]
-    return max(Counter(place_of(view, level) for view in views).values(), default=0) >= kind.gang
+    known, level = turn.state.gpus, _levels(kind)[-1]
+    gpus = _suitable(kind, [known[gpu] for gpu in in_play if gpu in known])
+    counts = Counter([place_of(turn.index.show(gpu), level) for gpu in gpus])
+    return max(counts.values(), default=0) >= kind.gang
 
 
-def _suits(kind: BlockedGangs, gpu: Gpu) -> bool:
-    """Whether a GPU is of the kind that the users of such gangs asked for."""
+def _suitable(kind: BlockedGangs, gpus: Iterable[Gpu]) -> Iterable[Gpu]:
+    """Return the GPUs of the kind that the users of such gangs asked for."""
+    if not kind.gpu_types and not kind.min_memory_bytes:
+        return gpus
     wished = Requirements(gpu_types=kind.gpu_types, min_memory_bytes=kind.min_memory_bytes)
-    return gpu_kinds.suits(wished, gpu.model, gpu.memory_bytes)
+    return [gpu for gpu in gpus if gpu_kinds.suits(wished, gpu.model, gpu.memory_bytes)]
 
 
 def _levels(kind: BlockedGangs) -> Sequence[Level]:
@@ -139,7 +141,7 @@ def _levels(kind: BlockedGangs) -> Sequence[Level]:
 
 def _align(turn: Turn, kind: BlockedGangs, waiting: Sequence[App]) -> bool:
     """Let the leases in one place that holds such a gang end together; return whether there is such a place."""
-    open_ = [gpu for gpu in _owned(turn) if _suits(kind, gpu) and _ends(turn, gpu) < inf]
+    open_ = [gpu for gpu in _suitable(kind, _owned(turn)) if _ends(turn, gpu) < inf]
     views = [turn.index.show(gpu) for gpu in open_]
     for level in _levels(kind):
         best: list[Gpu] = []

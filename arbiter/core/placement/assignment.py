@@ -398,11 +398,13 @@ def _best(
     homes = {place_of(gpu, level) for gpu in near}
     if len(homes) > 1:
         return []  # its own GPUs already lie further apart than that, so no union can lie closer
-    kept_on = Counter(gpu.node for gpu in near)
-    owned_on = Counter(holes.views[gpu].node for gpu in held if gpu in holes)
+    kept_on: Mapping[NodeId, int] = Counter([gpu.node for gpu in near]) if near else {}
+    owned_on: Mapping[NodeId, int] = Counter([holes.views[gpu].node for gpu in held if gpu in holes]) if held else {}
     best: list[GpuView] = []
     best_key = (0, 0, False, 0, 0)
-    for place, pools in _places(holes, level):
+    if level == "cluster":  # there is one, so nothing is compared
+        best = _fill(holes, holes.nodes, count, app.chunk, near, held, kept_on, owned_on)
+    for place, pools in () if level == "cluster" else _places(holes, level):
         if homes and place not in homes:
             continue
         bundle = _fill(holes, pools, count, app.chunk, near, held, kept_on, owned_on)
@@ -427,10 +429,7 @@ def _owned(bundle: Sequence[GpuView], held: Collection[GpuId]) -> int:
 
 
 def _places(holes: Holes, level: Level) -> Iterator[tuple[tuple[str, ...], Mapping[NodeId, Pool]]]:
-    """Yield the places of that level, by name, each with what is left in it by node."""
-    if level == "cluster":
-        yield (), holes.nodes
-        return
+    """Yield the places of that level within the cluster, by name, each with what is left in it by node."""
     places: dict[tuple[str, ...], dict[NodeId, Pool]] = {}
     for node, pool in holes.nodes.items():
         if level != "slot":  # GPUs of one node are in one rack

@@ -12,7 +12,7 @@ decision no longer than to its deadline.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
@@ -185,13 +185,13 @@ def _try(turn: Turn) -> None:
     probes = turn.policy.traits.probes and bool(gpus)
     if probes:
         apps = views.looks(turn, gpus).apps
-        if any(app.want > 0 for app in apps):
+        if any(app.wants for app in apps):
             _probe(turn, apps)
             return
     view = None
     if not probes and (gpus or state.settings.shared or views.interactive_waits(turn)):
         view = views.make_view(turn, gpus, {})
-    if view is None or not any(app.want > 0 for app in view.apps) or not (gpus or _invites(view)):
+    if view is None or not any(app.wants for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
         state.fruitless_at = turn.now
     else:
@@ -290,10 +290,10 @@ def _take_stated_rhos(turn: Turn, probing: Probing) -> dict[AppId, float]:
 def _offers(turn: Turn, view: View, bidders: Sequence[AppId]) -> Iterator[Offer]:
     """Yield the offer to each of these apps."""
     state = turn.state
-    offered = tuple(_offered(gpu) for gpu in view.gpus)
+    offered = _offered(view.gpus)
     own_offers = seats.instead(turn, view)
     distinct = {id(gpus): gpus for gpus in own_offers.values()}  # apps that name one kind have theirs in common
-    own = {same: tuple(_offered(gpu) for gpu in gpus) for same, gpus in distinct.items()}
+    own = {same: _offered(gpus) for same, gpus in distinct.items()}
     seen = {app.app: app for app in view.apps}
     for app_id in bidders:
         yield Offer(
@@ -303,13 +303,13 @@ def _offers(turn: Turn, view: View, bidders: Sequence[AppId]) -> Iterator[Offer]
             lease_s=state.settings.lease_s,
             deadline_s=state.settings.bid_s,
             gpus=own[id(own_offers[app_id])] if app_id in own_offers else offered,
-            kept=tuple(_offered(gpu) for gpu in seen[app_id].kept),
+            kept=_offered(seen[app_id].kept),
             elapsed_s=turn.now - state.apps[app_id].arrived_at,
         )
 
 
-def _offered(gpu: GpuView) -> OfferedGpu:
-    return OfferedGpu(gpu.gpu, gpu.node, gpu.rack, gpu.slot)
+def _offered(gpus: Iterable[GpuView]) -> tuple[OfferedGpu, ...]:
+    return tuple([OfferedGpu(gpu.gpu, gpu.node, gpu.rack, gpu.slot) for gpu in gpus])
 
 
 def _decide(turn: Turn) -> None:

@@ -165,7 +165,7 @@ def _shown(
         renewable=renewable,
         guest_at=guest_at,
         view=view,
-        matters=bool(renewable) or view.want > 0,
+        matters=bool(renewable) or view.wants,
         movable=movable,
         stands=not (movable or renewable or guest_at),
         keeps=len(view.kept),
@@ -184,7 +184,7 @@ def _as_heard(turn: Turn, shown: Shown) -> Shown:
 
 def _waits(view: AppView) -> bool:
     """Whether this is an interactive app that has nothing and wants some."""
-    return view.requirements.kind == "interactive" and view.want > 0 and not (view.kept or view.renewable)
+    return view.requirements.kind == "interactive" and view.wants and not (view.kept or view.renewable)
 
 
 def _in_play(gpus: Mapping[GpuId, GpuView]) -> dict[AppId, tuple[GpuId, ...]]:

@@ -428,7 +428,7 @@ class _Words:
         return f"{line}: {self._why_nothing(app)}{losses_}"
 
     def _why_nothing(self, app: AppView) -> str:
-        if app.want <= 0:
+        if not app.wants:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         why = self._selection.stopped.get(app.app) or self._misfits.get(app.app)
         if why is not None:
@@ -455,7 +455,7 @@ def gang_by_gang(
 
     `need` grows as an app gets more; equal ones are served in `order`.
     """
-    queue = [(need(app, len(app.kept)), place) for place, app in enumerate(order) if app.want > 0]
+    queue = [(need(app, len(app.kept)), place) for place, app in enumerate(order) if app.wants]
     heapify(queue)
     while queue and selection.left > 0:
         _, place = heappop(queue)

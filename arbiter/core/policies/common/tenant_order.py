@@ -154,7 +154,7 @@ def tenant_by_tenant(
     """
     queues: dict[TenantId, list[tuple[Place, int]]] = {}
     for arrival, app in enumerate(view.apps):
-        if app.want > 0:
+        if app.wants:
             queues.setdefault(app.tenant, []).append((place(app), arrival))
     for queue in queues.values():
         heapify(queue)

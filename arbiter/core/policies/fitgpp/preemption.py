@@ -86,13 +86,13 @@ class Preemptive(Policy):
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Return who gets which GPUs in play, and say why."""
         round_ = Round(view, self._reserved_nodes)
-        interactive = [app for app in view.apps if app.want > 0 and app.app in round_.interactive]
+        interactive = [app for app in view.apps if app.wants and app.app in round_.interactive]
         for app in interactive:
             if not round_.waits(app) or round_.misfit_of(app) or round_.place(app) or round_.has(app):
                 continue
             if not round_.preempted or not round_.place(app, emptied=True):
                 self._preempt_for(round_, app)
-        queue = (app for app in view.apps if app.want > 0 and app.app not in round_.interactive)
+        queue = (app for app in view.apps if app.wants and app.app not in round_.interactive)
         line = sorted(queue, key=_place_in_line)  # the sort is stable: then by arrival
         for index, app in enumerate(line):
             if not round_.waits(app) or app.app in round_.preempted or round_.misfit_of(app):
@@ -368,7 +368,7 @@ class Round:
         held |= {gpu: app.app for app in self.view.apps for gpu in app.renewable}
         owners = self._deal.assign
         assign = {gpu: app for gpu, app in owners.items() if held.get(gpu) != app}
-        late = any(app.want > 0 and app.app in self.view.leaving for app in self.view.apps)
+        late = any(app.wants and app.app in self.view.leaving for app in self.view.apps)
         return Allocation(
             assign=assign,
             outcomes=self._outcomes(owners, assign),
@@ -403,7 +403,7 @@ class Round:
         return f"{kind}: " + "; ".join([*parts, *self._words.get(app.app, ())])
 
     def _why_nothing(self, app: AppView) -> str:
-        if app.want <= 0:
+        if not app.wants:
             return f"wants no more than the {gpus(len(app.kept))} it keeps"
         if app.app in self.view.leaving:
             return "has not left yet what it lost"

@@ -288,8 +288,8 @@ class _Round:
         gets = f"gets {gpus(lent)}" if lent else "waits for GPUs"
         unsold = f"{gets} that no app has booked in this time slot"
         if app.booking is None:
-            misfit = "" if lent else f": {self._deal.misfit(app)}" if app.want > 0 else ""
-            return f"has no booking, and {unsold}{misfit}" if app.want > 0 else "wants no more than it has"
+            misfit = "" if lent else f": {self._deal.misfit(app)}" if app.wants else ""
+            return f"has no booking, and {unsold}{misfit}" if app.wants else "wants no more than it has"
         if not app.booking.time_slots:
             return f"lags, and there was nothing to sell to it for the rest of its work; it {unsold}"
         booked = sum(count for _, count in app.booking.at(self._slot))

@@ -65,7 +65,7 @@ class Rrh(Ranked):
 
         def told(outcome: Outcome) -> Outcome:
             app, value = apps[outcome.app], reward.get(outcome.app, math.inf)
-            if outcome.gpus or runs(app) or app.want <= 0 or value > self._threshold:
+            if outcome.gpus or runs(app) or not app.wants or value > self._threshold:
                 return outcome
             what = f"its reward per GPU-hour is {value:.4g}, not more than {self._threshold:.4g}"
             return replace(outcome, reason=f"{what}: it would cost those that wait more than it brings")

@@ -30,6 +30,6 @@ class Fifo(Ranked):
             if selection.left <= 0:
                 return
             yield app, None
-            if app.want > 0 and not selection.has(app) and not selection.let_by(app):
+            if app.wants and not selection.has(app) and not selection.let_by(app):
                 selection.blocker = app
                 return

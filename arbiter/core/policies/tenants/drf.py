@@ -34,7 +34,7 @@ class Drf(Ranked):
         """Yield the app with the least share of the tenant with the least share, again and again."""
         queues: dict[TenantId, list[tuple[int, int]]] = {}
         for arrival, app in enumerate(view.apps):
-            if app.want > 0:
+            if app.wants:
                 queues.setdefault(app.tenant, []).append((len(app.kept), arrival))
         for queue in queues.values():
             heapify(queue)

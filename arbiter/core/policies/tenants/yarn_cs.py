@@ -37,7 +37,7 @@ class YarnCs(Ranked):
         for app in order:
             if selection.left <= 0 and not selection.told:
                 return
-            if app.want <= 0:
+            if not app.wants:
                 continue
             if app.tenant in blockers:
                 if selection.told:

@@ -104,7 +104,7 @@ class Themis(Policy):
         With `tenants_first` that is so within each tenant that has a part of the GPUs in play; bids of others would not
         enter any auction.
         """
-        able = [app for app in view.apps if app.app in view.rhos and app.want > 0]
+        able = [app for app in view.apps if app.app in view.rhos and app.wants]
         if not self._settings.tenants_first:
             return self._worst_off(view, able)
         by_tenant: dict[TenantId, list[AppView]] = {}
@@ -326,7 +326,7 @@ class _Round:
         return f"{won} and {paid} (c = {award.fraction:.3f}); rho goes from {now:.4g} to {then:.4g}"
 
     def _outsider_reason(self, app: AppView) -> str:
-        if app.want <= 0:
+        if not app.wants:
             return _content(app)
         if app.app in self._offered:
             return "was offered the GPUs in play and did not bid in time"
@@ -461,7 +461,7 @@ class _Partless:
 
     def reason(self, app: AppView) -> str:
         """Return what keeps `app` from having any: its own demand, its gang, or other tenants."""
-        if app.want <= 0:
+        if not app.wants:
             return _content(app)
         if not self._in_play.left:
             return "no GPU is in play"
