@@ -376,7 +376,10 @@ def _shifted(time_s: float | None, by_s: float) -> float | None:
 
 
 def spec_of(plan: AppPlan) -> AppSpec:
-    """Return the app as its owner submits it: honest about its steps and their time."""
+    """Return the app as its owner submits it: honest about its steps and their time, or silent about both.
+
+    A search is over trials of known length, so of that not even a silent owner says nothing.
+    """
     steps = max(job.steps for job in plan.jobs)
     serial_s = [job.step_s * plan.gpus for job in plan.jobs]
     several = len(plan.jobs) > 1
@@ -389,8 +392,8 @@ def spec_of(plan: AppPlan) -> AppSpec:
         gang=plan.gpus,
         gpus_max=0 if plan.sizes else plan.gpus_max,
         sizes=plan.sizes,
-        steps_total=steps,
-        step_serial_s=sorted(serial_s)[len(serial_s) // 2],
+        steps_total=0 if plan.silent and not several else steps,
+        step_serial_s=0.0 if plan.silent else sorted(serial_s)[len(serial_s) // 2],
         metric="loss" if several else "",
         mode="min" if several else "max",
         search="halving" if plan.search == "single" else plan.search,
@@ -457,7 +460,7 @@ def budget_of(plan: AppPlan) -> float:
     """
     if len(plan.jobs) == 1 or plan.search == "all":
         return fsum(job.duration_s for job in plan.jobs) * plan.gpus
-    spec = spec_of(plan)
+    spec = spec_of(replace(plan, silent=False))
     trials = [Trial(number=i, steps_done=0, steps_total=job.steps, state="live") for i, job in enumerate(plan.jobs)]
     return scheduler_for(spec).budget_steps(trials) * spec.step_serial_s
 

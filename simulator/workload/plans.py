@@ -75,6 +75,8 @@ class AppPlan(Struct, frozen=True):
         The kind of GPUs that its owner asks for; empty and 0: any.
     leave_s
         The time that its jobs take to leave, and their declared grace period; None: as all jobs, by the costs.
+    silent
+        Whether its owner does not say how long a mini-batch takes, nor how many a single job has.
     """
 
     id: str
@@ -95,6 +97,7 @@ class AppPlan(Struct, frozen=True):
     leave_s: float | None = None
     utility: Utility | None = None
     phase_growth: int = 1
+    silent: bool = False
 
 
 class Workload(Struct, frozen=True):
