@@ -97,7 +97,7 @@ class Plan(Struct, frozen=True):
     contentions: tuple[float, ...]
     seeds: tuple[int, ...]
     drawn_seeds: tuple[int, ...]  #: of the part *fairness* on drawn workloads
-    days: float = 14.0  #: of the trace
+    days: float = 7.0  #: of the trace
 
 
 FULL = Plan(

@@ -119,9 +119,13 @@ def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
     if len(in_play) < kind.gang:
         return False
     known, level = turn.state.gpus, _levels(kind)[-1]
-    gpus = _suitable(kind, [known[gpu] for gpu in in_play if gpu in known])
-    counts = Counter([place_of(turn.index.show(gpu), level) for gpu in gpus])
-    return max(counts.values(), default=0) >= kind.gang
+    counts: Counter[tuple[str, ...]] = Counter()
+    for gpu in _suitable(kind, [known[gpu] for gpu in in_play if gpu in known]):
+        place = place_of(turn.index.show(gpu), level)
+        counts[place] += 1
+        if counts[place] >= kind.gang:
+            return True
+    return False
 
 
 def _suitable(kind: BlockedGangs, gpus: Iterable[Gpu]) -> Iterable[Gpu]:
