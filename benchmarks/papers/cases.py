@@ -19,7 +19,10 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from arbiter.core.placement.lots import draw
+from arbiter.core.policies.common.ordered import by_least
+from arbiter.core.policies.queues.las import Las
 from arbiter.core.policies.themis.auction import bids
+from arbiter.core.seam import AppView, View
 from benchmarks.papers.document import Memory
 from benchmarks.papers.floor import Work, floor_of
 from protocol.core import Send
@@ -40,8 +43,9 @@ Knobs = tuple[tuple[str, str], ...]
 Change = Callable[[AnyMessage], AnyMessage]
 #: What is lied about: rows of the bid for GPUs that lie apart, or those and every answer to a probe.
 Lie = Literal["bid", "bid and probe"]
-#: One rule of themis changed: winners keep all they win; or what payments cut from a gang is owed for the next rounds.
-Variant = Literal["", "no payments", "debts"]
+#: One rule changed. Of themis: winners keep all they win; or what payments cut from a gang is owed for the next rounds.
+#: Of las: an app comes by the service that each of its jobs has had, as a scheduler of jobs would have it.
+Variant = Literal["", "no payments", "debts", "service by job"]
 #: The experiment: as published, or the one that this project made first, of larger gangs.
 Setting = Literal["published", "harder"]
 FLUID = fluid.NAME
@@ -84,7 +88,7 @@ class Case(Struct, frozen=True):
 
     `error` is the greatest relative error of every rho that apps tell (0.2: they are multiplied by 0.8 to 1.2), drawn
     from `error_seed`. `elastic`: each job can use any number of GPUs up to its gang, as in Eq. 1, instead of a gang or
-    nothing. `variant` changes one rule of themis, to see what comes of it (`varied`). `costless`: messages and acts
+    nothing. `variant` changes one rule of a policy, to see what comes of it (`varied`). `costless`: messages and acts
     take no time, only lying apart costs; an experiment, too.
 
     Under `setting` "published" the workload is of the published form, apps know their work, and acts, leases and pauses
@@ -342,17 +346,19 @@ def story_of(app: AppRow) -> str:
     )
 
 
-# --- themis with one rule changed ------------------------------------------------------------------------------------
+# --- one rule changed ------------------------------------------------------------------------------------
 
 
 @contextmanager
 def varied(variant: Variant) -> Iterator[None]:
-    """Let `themis` be this variant for a while: an experiment, which no setting of the arbiter can turn on."""
+    """Let a policy be this variant for a while: an experiment, which no setting of the arbiter can turn on."""
     match variant:
         case "no payments":
             change: AbstractContextManager[object] = patch.object(bids, "keep", _keep_all)
         case "debts":
             change = patch.object(bids, "draw", Debts().lot)
+        case "service by job":
+            change = patch.object(Las, "order", _least_served_jobs)
         case "":
             change = nullcontext()
     with change:
@@ -361,6 +367,10 @@ def varied(variant: Variant) -> Iterator[None]:
 
 def _keep_all(worth: Any, won: Mapping[int, int], log_c: float, places: Any, *, lot: float) -> dict[int, int]:  # noqa: ARG001
     return dict(won)
+
+
+def _least_served_jobs(_: Las, view: View) -> Sequence[AppView]:
+    return by_least(view, [view.served_gpu_s(app) / max(1, len(app.jobs)) for app in view.apps])
 
 
 class Debts:

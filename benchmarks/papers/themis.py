@@ -12,7 +12,7 @@ may preempt at any time. Parts:
 *rho*: greatest rho of each policy over that of `themis`, GPU time, workloads 1 and 2;
 *contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
 *errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
-*lease*: sweeps; *causes*: themis with one rule changed; *elastic*: jobs of any size up to their gang; *costs*: acts
+*lease*: sweeps; *causes*: policies with one rule changed; *elastic*: jobs of any size up to their gang; *costs*: acts
 that take no time; *sizes*: the published setting in two sizes.
 
 rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
@@ -99,12 +99,21 @@ class Plan(Struct, frozen=True):
     costless: bool = False  #: acts and messages take no time
 
 
-#: Changes of themis that show why it misses: by name, its settings, and the rule that an experiment changes.
-VARIANTS: dict[str, tuple[Knobs, Variant]] = {
-    "seldom rounds": (SELDOM, ""),
-    "leftovers to the worst-off": (WORST_OFF, ""),
-    "no payments": ((), "no payments"),
-    "debts": ((), "debts"),
+#: Changes of policies that show what a miss comes from: by name, the settings, and the rule that an experiment changes.
+VARIANTS: dict[str, dict[str, tuple[Knobs, Variant]]] = {
+    THEMIS: {
+        "seldom rounds": (SELDOM, ""),
+        "leftovers to the worst-off": (WORST_OFF, ""),
+        "no payments": ((), "no payments"),
+        "debts": ((), "debts"),
+    },
+    # Tiresias is a scheduler of jobs, and has two queues, from which any round may take GPUs.
+    "las": {
+        "service by job": ((), "service by job"),
+        "two queues, revocable": ((("policy.las.tenure", "revocable"), ("policy.las.order", "queues")), ""),
+    },
+    "srtf": {"revocable": ((("policy.srtf.tenure", "revocable"),), "")},
+    "srsf": {"revocable": ((("policy.srsf.tenure", "revocable"),), "")},
 }
 #: An eighth of the published simulator: 32 GPUs for 256, an eighth of the jobs, of an eighth of the length.
 PUBLISHED = Plan(
@@ -206,12 +215,6 @@ def base(plan: Plan, *, contention: int = 1, **changes: Any) -> Case:
     case = replace(case, elastic=plan.elastic, costless=plan.costless)
     dense = {"parts": contention} if plan.setting == "published" else {"contention": float(contention)}
     return replace(case, **dense, **changes)
-
-
-def variant_of(case: Case, name: str) -> Case:
-    """Return themis in `case` with one of `VARIANTS`."""
-    knobs, variant = VARIANTS[name]
-    return replace(case, knobs=knobs, variant=variant)
 
 
 def size_of(case: Case) -> str:
@@ -497,13 +500,19 @@ def lease_part(plan: Plan) -> Part:
 
 
 def causes_part(plan: Plan) -> Part:
-    """Show themis with one rule changed, under the greatest contention."""
+    """Show policies with one rule changed, under the greatest contention."""
     tables = []
     for kind in KINDS:
         case = base(plan, kind=kind, contention=max(plan.contentions))
-        rows = [row_of(THEMIS, case, plan.seeds)]
-        rows += [row_of(f"{THEMIS}, {name}", variant_of(case, name), plan.seeds) for name in VARIANTS]
-        tables.append(Table(f"themis with one rule changed, workload {kind}, {size_of(case)}", COLUMNS, tuple(rows)))
+        for policy, variants in VARIANTS.items():
+            usual = replace(case, policy=policy)
+            rows = [row_of(policy, usual, plan.seeds)]
+            rows += [
+                row_of(f"{policy}, {name}", replace(usual, knobs=knobs, variant=variant), plan.seeds)
+                for name, (knobs, variant) in variants.items()
+            ]
+            name = f"{policy} with one rule changed, workload {kind}, {size_of(case)}"
+            tables.append(Table(name, COLUMNS, tuple(rows)))
     return Part((), tuple(tables))
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.policies.queues.las import Las
+from arbiter.core.policies.queues.las import Settings as LasSettings
 from benchmarks.papers import cases, themis
 from benchmarks.papers.cases import FLUID, MEMORY, Case, Figures, elastic, erring, lying
 from benchmarks.papers.document import Memory, Report, text_of
@@ -19,6 +21,7 @@ from benchmarks.papers.floor import Work, fits, floor_of
 from benchmarks.papers.themis import BASELINES, PARTS, QUICK, SCHEMA, Plan
 from protocol.messages import AppId, Bid, BidRow, ProbeReply, RoundId
 from simulator.workload import AppPlan, JobPlan, Workload
+from tests.support.auctions import app_of, gpus_of, view_of
 
 #: Whichever test comes first may have to compile the solver's loops, which takes a minute on a busy machine.
 pytestmark = pytest.mark.timeout(600)
@@ -319,3 +322,13 @@ def test_the_floor_knows_how_many_gpus_an_app_can_use() -> None:
     # Of its 400 r s the first needs 400: it leaves the other all four GPUs for 400 (r - 1) of 100 r s, else three.
     tight = [replace(works[0], ideal_s=400.0), works[1]]
     assert floor_of(tight, 4) == pytest.approx(8 / 7, rel=2e-3)
+
+
+def test_a_scheduler_of_jobs_serves_the_app_first_whose_jobs_have_had_less_each() -> None:
+    search = replace(app_of("search"), served_gpu_s=400.0, jobs=((),) * 4)
+    single = replace(app_of("single"), served_gpu_s=150.0, jobs=((),))
+    las, view = Las(LasSettings(order="service", tenure="lease")), view_of(gpus_of(2), [search, single])
+    assert [app.app for app in las.order(view)] == ["single", "search"]
+    with cases.varied("service by job"):
+        assert [app.app for app in las.order(view)] == ["search", "single"]
+    assert [app.app for app in las.order(view)] == ["single", "search"]
