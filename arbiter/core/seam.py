@@ -263,6 +263,7 @@ class View(Struct, frozen=True):
     shared: bool = False  #: whether several jobs may have one GPU
     nodes: Mapping[NodeId, NodeView] = {}
     leaving: frozenset[AppId] = frozenset()  #: apps that have not left yet what they have lost
+    gathered: frozenset[GpuId] = frozenset()  #: GPUs in play that were brought together for a gang (`alignment`)
     #: GPUs that are not in play, which an interactive app that waits may be given by `interactive`; none unless one
     #: waits.
     takeable: tuple[GpuView, ...] = ()

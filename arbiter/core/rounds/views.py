@@ -85,6 +85,7 @@ def make_view(turn: Turn, gpus: Mapping[GpuId, GpuView], rhos: Mapping[AppId, fl
         shared=state.settings.shared,
         nodes=nodes_of(turn),
         leaving=leaving(turn),
+        gathered=frozenset(state.aligned.keys() & gpus.keys()),
         takeable=may_be_taken,
         holders=holders,
         emptying=emptying(turn) if waits else (),

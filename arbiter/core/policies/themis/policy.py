@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 
 from msgspec.structs import replace
@@ -38,6 +38,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.ordered import Selection
 from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
+from arbiter.core.policies.themis import gathered
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
 from arbiter.core.policies.themis.auction.explain import explain
@@ -135,7 +136,16 @@ class Themis(Policy):
         return tuple(app.app for app in islice(order, count))
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
-        """Hold the auction, deal the leftovers, and say of every app what it got and why."""
+        """Hold the auction, deal the leftovers, and say of every app what it got and why.
+
+        Before it, GPUs that were brought together for a gang go to a gang (`gathered`).
+        """
+        if view.gathered:
+            may_bid = self.bidders(view) if view.offered is None else view.offered
+            given = gathered.bundles(view, frozenset(may_bid), partial(_rho, view, excess=self._settings.excess))
+            if given:
+                others = {app: bid for app, bid in bids.items() if app not in given}
+                return gathered.added(view, given, self.allocate(gathered.without(view, given), others, clock))
         if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
             return within_tenants(view, bids, clock, self._settings, self._split(view))
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
