@@ -5,7 +5,8 @@ only a few end together. A wider gang would wait for as long as others renew, ev
 gang has waited for `align_after_leases` leases in which hardly a round had room for it, the arbiter picks the one
 place where that disturbs the fewest apps. It draws out the leases there until the last of them ends; a lease that is
 granted there meanwhile ends then, too. The next round has room for the gang. The policy decides which app gets the
-GPUs, as ever. If it is not that gang's turn, another such round comes after as long a wait.
+GPUs, as ever, and is told which they are (`View.gathered`). If it is not that gang's turn, another such round comes
+after as long a wait.
 
 No GPU stands idle for it, no job leaves earlier than it would have, and no lease is longer than one that begins now,
 nor drawn out again before a round has decided about it. A GPU that still drains for its winner ends as if its lease

@@ -18,6 +18,8 @@ an app that has had more than `excess` times the GPU time that it declared comes
 less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
 it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
+GPUs that were brought together for a gang that has waited long go to such a gang, before the auction (`gathered`).
+
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes them: its training goes on without its agent.
 
