@@ -11,10 +11,11 @@ cluster.
 Points 4 and 6 have programs of their own: ``maxmin.py --only lying`` beside this one, ``gpu-arbiter worlds --policy``,
 and ``benchmarks/rounds.py --only ahead``.
 
-The trace is Philly's fortnight, which is not part of the repository: the folder ``shared`` must lie in or beside it. Of
-its jobs with gangs of up to 16 GPUs, in an order drawn from the seed, so many are taken that their work is the
-contention times what `PHILLY_CLUSTER` does in a fortnight. They are submitted when they were. Settings are those of a
-site that sets nothing but the shares of its tenants, which are Philly's; costs are `simulator.costs.DEFAULT`.
+The trace is the first week of Philly's fortnight, which is not part of the repository: the folder ``shared`` must lie
+in or beside it. Of its jobs with gangs of up to 16 GPUs, in an order drawn from the seed, so many are taken that their
+work is the contention times what `PHILLY_CLUSTER` does in that time. They are submitted when they were. Settings are
+those of a site that sets nothing but the shares of its tenants, which are Philly's. Costs are
+`simulator.costs.DEFAULT`.
 
 `--keep` notes every run in files that begin with this name, and takes from them those that are done.
 """
@@ -52,7 +53,7 @@ from simulator.workload import Workload, gpu_seconds, load
 SCHEMA = "default-rule/v1"
 #: Limits of the rule: on average and in a single cell, GPU time and mean JCT.
 RHO_MEAN_MAX, RHO_CELL_MAX, PRICE_MAX = 1.0, 1.25, 1.05
-PHILLY_CLUSTER, FORTNIGHT_S, GANG_MAX = "4x8", 14 * 86400.0, 16
+PHILLY_CLUSTER, GANG_MAX = "4x8", 16
 
 Source = Literal["themis:1", "themis:2", "philly"]
 

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
 from benchmarks.papers import default, maxmin
-from benchmarks.papers.default import FORTNIGHT_S, QUICK, Cell, Outcome, hushed, philly_sample
+from benchmarks.papers.default import QUICK, Cell, Outcome, hushed, philly_sample
 from benchmarks.papers.document import Memory
 from simulator.run import budget_of, spec_of
 from simulator.workload import AppPlan, JobPlan, Workload, gpu_seconds
@@ -127,7 +127,7 @@ def test_a_sample_of_the_trace_has_the_work_of_its_contention_and_follows_from_i
     shared("traces/philly/two_weeks.csv")
     sample, other = philly_sample(3, 1.0, 32, 14.0), philly_sample(4, 1.0, 32, 14.0)
     works = [gpu_seconds(each) for each in sample.apps]
-    capacity = 32 * FORTNIGHT_S
+    capacity = 32 * 14 * 86400.0
     assert capacity <= math.fsum(works) < capacity + max(works)
     assert [each.submit_s for each in sample.apps] == sorted(each.submit_s for each in sample.apps)
     assert {each.id for each in sample.apps} != {each.id for each in other.apps}
