@@ -52,7 +52,7 @@ def bundles(view: View, offered: Collection[AppId], rho_of: Callable[[AppView], 
     return found
 
 
-def without(view: View, given: Bundles) -> View:
+def rest_of(view: View, given: Bundles) -> View:
     """Return the round about the other GPUs, in which those of `given` are not in play, and their apps keep them."""
     names = _names(given)
     return replace(
@@ -70,7 +70,7 @@ def without(view: View, given: Bundles) -> View:
     )
 
 
-def added(view: View, given: Bundles, rest: Allocation) -> Allocation:
+def with_bundles(view: View, given: Bundles, rest: Allocation) -> Allocation:
     """Return the decision about the other GPUs with those of `given`, and the reasons for them."""
     names = _names(given)
     assign = dict(sorted({**rest.assign, **_owners(given)}.items()))

@@ -147,7 +147,7 @@ class Themis(Policy):
             given = gathered.bundles(view, frozenset(may_bid), partial(_rho, view, excess=self._settings.excess))
             if given:
                 others = {app: bid for app, bid in bids.items() if app not in given}
-                return gathered.added(view, given, self.allocate(gathered.without(view, given), others, clock))
+                return gathered.with_bundles(view, given, self.allocate(gathered.rest_of(view, given), others, clock))
         if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
             return within_tenants(view, bids, clock, self._settings, self._split(view))
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
