@@ -85,10 +85,25 @@ def test_a_gang_that_may_not_bid_is_not_served_first() -> None:
     assert of("wide", decided(view, {app: bid for app, bid in BIDS.items() if app != "wide"})) == set()
 
 
+def test_a_gang_whose_agent_is_silent_is_not_served_first() -> None:
+    assert of("wide", decided(round_of(), {app: bid for app, bid in BIDS.items() if app != "wide"})) == set()
+
+
+def test_a_gang_that_can_use_certain_gpus_only_gets_no_others() -> None:
+    bids = BIDS | {AppId("wide"): bid_of("wide", 9.0, (4, "machine", 8.9), only=names(OTHER))}
+    assert of("wide", decided(round_of(), bids)) == set()
+
+
+def test_a_gang_that_wants_less_than_a_gang_now_is_not_served_first() -> None:
+    view = round_of(apps=(*SINGLES, replace(WIDE, demand_max=2)))
+    assert of("wide", decided(view)) == set()
+
+
 def test_an_app_that_holds_gpus_is_not_served_first() -> None:
     kept = replace(WIDE, demand_max=8, kept=gpus_of(4, first=7))
     view = round_of(apps=(*SINGLES, kept))
-    assert of("wide", decided(view, {app: bid for app, bid in BIDS.items() if app != "wide"})) == set()
+    bids = BIDS | {AppId("wide"): bid_of("wide", 9.0, (8, "cluster", 8.9))}
+    assert of("wide", decided(view, bids)) == set()
 
 
 def test_a_gang_that_the_gpus_do_not_hold_is_not_served_first() -> None:

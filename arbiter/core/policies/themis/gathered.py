@@ -12,26 +12,26 @@ now. An app that holds GPUs already gets none of them in this way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import Holes, gpus, losses, pick
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import AppId, GpuId
+from protocol.messages import AppId, Bid, GpuId
 
 Bundles = Mapping[AppId, tuple[GpuView, ...]]
 
 
-def bundles(view: View, offered: Collection[AppId], rho_of: Callable[[AppView], float]) -> Bundles:
+def bundles(view: View, bids: Mapping[AppId, Bid], rho_of: Callable[[AppView], float]) -> Bundles:
     """Return the GPUs that were brought together and go to gangs, by app.
 
     Parameters
     ----------
     view
         The round.
-    offered
-        The apps that may bid.
+    bids
+        Those of apps that were offered GPUs.
     rho_of
         Returns the rho by which an app comes to bid; it must have told one.
     """
@@ -39,11 +39,12 @@ def bundles(view: View, offered: Collection[AppId], rho_of: Callable[[AppView], 
         return {}
     apps = {app.app: app for app in view.apps}
     left = {gpu.gpu: gpu for gpu in view.gpus if gpu.gpu in view.gathered}
-    bidders = (app for app in view.apps if app.app in offered and app.app in view.rhos)
-    wide = [app for app in bidders if app.gang > 1 and app.wants and not (app.kept or app.renewable)]
+    bidders = (app for app in view.apps if app.app in bids and app.app in view.rhos and bids[app.app].rows)
+    wide = [app for app in bidders if 1 < app.gang <= app.want and not (app.kept or app.renewable)]
     found: dict[AppId, tuple[GpuView, ...]] = {}
     for app in sorted(wide, key=lambda app: (-rho_of(app), app.app)):
-        bundle = pick(Holes(app.usable(left.values())), app, app.gang)
+        only = bids[app.app].only
+        bundle = pick(Holes(gpu for gpu in app.usable(left.values()) if only is None or gpu.gpu in only), app, app.gang)
         holders = (apps[gpu.holder] for gpu in bundle if gpu.holder in apps)
         if bundle and all(holder.app not in view.rhos or rho_of(holder) < rho_of(app) for holder in holders):
             found[app.app] = tuple(bundle)

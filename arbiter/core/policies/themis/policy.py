@@ -143,8 +143,9 @@ class Themis(Policy):
         Before it, GPUs that were brought together for a gang go to a gang (`gathered`).
         """
         if view.gathered:
-            may_bid = self.bidders(view) if view.offered is None else view.offered
-            given = gathered.bundles(view, frozenset(may_bid), partial(_rho, view, excess=self._settings.excess))
+            may_bid = frozenset(self.bidders(view) if view.offered is None else view.offered)
+            invited = {app: bid for app, bid in bids.items() if app in may_bid}
+            given = gathered.bundles(view, invited, partial(_rho, view, excess=self._settings.excess))
             if given:
                 others = {app: bid for app, bid in bids.items() if app not in given}
                 return gathered.with_bundles(view, given, self.allocate(gathered.rest_of(view, given), others, clock))
