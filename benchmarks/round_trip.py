@@ -93,7 +93,7 @@ SETTINGS = ArbiterSettings(
     beat_s=NEVER_S,
     node_timeout_s=NEVER_S,
     app_timeout_s=NEVER_S,
-    ask_max=sys.maxsize,  # everybody is asked
+    ask_max=sys.maxsize,  # every app is asked
 )
 SAMPLES_MAX = 20
 #: Processor time per second when nobody works: of the broker and the arbiter, and of each agent's heartbeats.

@@ -378,7 +378,7 @@ def _shifted(time_s: float | None, by_s: float) -> float | None:
 def spec_of(plan: AppPlan) -> AppSpec:
     """Return the app as its owner submits it: honest about its steps and their time, or silent about both.
 
-    A search is over trials of known length, so of that not even a silent owner says nothing.
+    Also a silent owner says how many mini-batches the trials of a search have, since a search needs that.
     """
     steps = max(job.steps for job in plan.jobs)
     serial_s = [job.step_s * plan.gpus for job in plan.jobs]

@@ -325,8 +325,10 @@ def evaluate(plan: Plan, parts: Sequence[str], pair: Pair) -> Report:
 
 def main() -> int:
     parser = keeping(arguments(__doc__, PARTS, quick="a minute"))
-    parser.add_argument("--candidate", default=maxmin.OURS, choices=list(POLICIES), metavar="POLICY", help="maxmin-ftf")
-    parser.add_argument("--default", default="themis", choices=list(POLICIES), metavar="POLICY", help="themis")
+    parser.add_argument(
+        "--candidate", default=maxmin.OURS, choices=list(POLICIES), metavar="POLICY", help="the candidate"
+    )
+    parser.add_argument("--default", default="themis", choices=list(POLICIES), metavar="POLICY", help="is it now")
     options = parser.parse_args()
     if options.keep:
         for memory, ending in ((MEMORY, "site"), (maxmin.MEMORY, "drawn"), (cases.MEMORY, "published")):

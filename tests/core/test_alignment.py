@@ -10,8 +10,10 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import Decided
+from arbiter.core.leases import alignment
 from arbiter.core.seam import Allocation
 from arbiter.core.state.model import ArbiterSettings, Draining, Leased
+from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id
 
@@ -355,3 +357,14 @@ def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:
     assert site.now - blocked.since == LEASE_S
     assert Arbiter.restored(site.arbiter.snapshot()).state.blocked == (blocked,)
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_a_round_with_room_for_a_gang_leaves_a_part_of_its_wait_and_one_without_room_all_of_it() -> None:
+    site = staggered(ASTRAEA)
+    run(site, LEASE_S, wide={"gang": 4})
+    turn = Turn(site.arbiter.state, site.now, site.arbiter._index)
+    gpus = sorted(site.arbiter.state.gpus)
+    alignment.look(turn, gpus[:3])
+    assert [site.now - blocked.since for blocked in turn.state.blocked] == [LEASE_S], "three GPUs hold no gang of four"
+    alignment.look(turn, gpus)
+    assert [site.now - blocked.since for blocked in turn.state.blocked] == [pytest.approx(0.6 * LEASE_S)]

@@ -89,6 +89,10 @@ def test_a_gang_whose_agent_is_silent_is_not_served_first() -> None:
     assert of("wide", decided(round_of(), {app: bid for app, bid in BIDS.items() if app != "wide"})) == set()
 
 
+def test_a_gang_whose_bid_asks_for_nothing_is_not_served_first() -> None:
+    assert of("wide", decided(round_of(), BIDS | {AppId("wide"): bid_of("wide", 9.0)})) == set()
+
+
 def test_a_gang_that_can_use_certain_gpus_only_gets_no_others() -> None:
     bids = BIDS | {AppId("wide"): bid_of("wide", 9.0, (4, "machine", 8.9), only=names(OTHER))}
     assert of("wide", decided(round_of(), bids)) == set()
@@ -97,6 +101,13 @@ def test_a_gang_that_can_use_certain_gpus_only_gets_no_others() -> None:
 def test_a_gang_that_wants_less_than_a_gang_now_is_not_served_first() -> None:
     view = round_of(apps=(*SINGLES, replace(WIDE, demand_max=2)))
     assert of("wide", decided(view)) == set()
+
+
+def test_an_app_of_one_gpu_has_to_win_it_in_the_auction() -> None:
+    small = app_of("wide", gang=1, demand_max=1)
+    reasons = [each.reason for each in decided(round_of(apps=(*SINGLES, small))).outcomes if each.app == "wide"]
+    assert len(reasons) == 1
+    assert "brought to one end" not in reasons[0]
 
 
 def test_an_app_that_holds_gpus_is_not_served_first() -> None:
@@ -119,7 +130,7 @@ def test_of_two_gangs_the_worse_off_one_is_served_and_the_other_bids_for_the_res
     assert outcome.reason.startswith("bid and won 2 of the 2 GPUs in play")
 
 
-def test_it_can_win_more_than_its_gang_in_later_rounds_only() -> None:
+def test_a_gang_that_is_served_first_gets_one_gang() -> None:
     more = replace(WIDE, demand_max=8, gang=2)
     won = decided(round_of(apps=(*SINGLES, more)), BIDS)
     assert len(of("wide", won)) == 2

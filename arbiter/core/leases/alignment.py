@@ -117,8 +117,6 @@ def _waits_since(turn: Turn, app: App) -> float:
 
 def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
     """Whether these GPUs hold such a gang."""
-    if len(in_play) < kind.gang:
-        return False
     known, level = turn.state.gpus, _levels(kind)[-1]
     counts: Counter[tuple[str, ...]] = Counter()
     for gpu in _suitable(kind, [known[gpu] for gpu in in_play if gpu in known]):

@@ -402,21 +402,25 @@ def _best(
     owned_on: Mapping[NodeId, int] = Counter([holes.views[gpu].node for gpu in held if gpu in holes]) if held else {}
     best: list[GpuView] = []
     best_key = (0, 0, False, 0, 0)
-    if level == "cluster":  # there is one, so nothing is compared
+    # There is one cluster, with which no other place is compared.
+    if level == "cluster":
         best = _fill(holes, holes.nodes, count, app.chunk, near, held, kept_on, owned_on)
-    for place, pools in () if level == "cluster" else _places(holes, level):
-        if homes and place not in homes:
-            continue
-        bundle = _fill(holes, pools, count, app.chunk, near, held, kept_on, owned_on)
-        if bundle:
-            own = _owned(bundle, held)
-            one = len(pools) == 1 or len({gpu.node for gpu in bundle}) == 1
-            touched = (
-                sum(gpu.gpu in holes.departures and gpu.gpu not in held for gpu in bundle) if holes.departures else 0
-            )
-            key = (len(bundle), own, one, -touched, -sum(map(len, pools.values())))
-            if not best or key > best_key:
-                best, best_key = bundle, key
+    else:
+        for place, pools in _places(holes, level):
+            if homes and place not in homes:
+                continue
+            bundle = _fill(holes, pools, count, app.chunk, near, held, kept_on, owned_on)
+            if bundle:
+                own = _owned(bundle, held)
+                one = len(pools) == 1 or len({gpu.node for gpu in bundle}) == 1
+                touched = (
+                    sum(gpu.gpu in holes.departures and gpu.gpu not in held for gpu in bundle)
+                    if holes.departures
+                    else 0
+                )
+                key = (len(bundle), own, one, -touched, -sum(map(len, pools.values())))
+                if not best or key > best_key:
+                    best, best_key = bundle, key
     if app.spans and (len(near) + len(best)) % app.gang:
         short = len(best) - (len(near) + len(best)) % app.gang
         return _best(holes, app, short, level, near, held) if short > 0 else []

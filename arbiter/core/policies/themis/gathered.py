@@ -4,8 +4,8 @@ Leases are aligned for a gang that no round had room for (`arbiter.core.leases.a
 win them: what eight more GPUs are worth to eight apps of one GPU is more, in the product of all values, than what they
 are worth to one app whose wait is long already. So a gang could wait until the others had ended.
 
-The worst-off bidder is served first whose whole gang these GPUs hold, if it is worse off than each app that has them
-now. An app that holds GPUs already gets none of them in this way.
+Of the bidders whose whole gang these GPUs hold, the worst off is served first, if it is worse off than each app that
+has them now. An app that holds GPUs already gets none of them in this way.
 
 *Source:* ours. Themis (NSDI 2020) has gangs, and no rule that keeps them from starving.
 """
