@@ -74,6 +74,8 @@ FLAGGED = ("lease_s", "round_pause_s", "sharing", "seats", "quantum_s")
 
 #: Of one run, for people: heading, name in the summary, digits.
 SHOWN = (
+    ("avg wait for the first GPUs [s]", "avg_wait_s", 1),
+    ("max wait for the first GPUs [s]", "max_wait_s", 1),
     ("avg time to 1 % of the work [s]", "avg_first_percent_s", 1),
     ("p50 time to 1 % of the work [s]", "p50_first_percent_s", 1),
     ("avg JCT [s]", "avg_jct_s", 1),
@@ -516,7 +518,29 @@ def one_view(run: Run, summary: Figures) -> str:
         for row in results.tenants(run)
     ]
     headers = ("TENANT", "JOBS", "USEFUL GPU-H", "WASTED GPU-H", "SHARE", "AVG JCT", "MAX RHO")
-    return "\n".join([*_two_columns(rows), "", table(headers, tenants)])
+    return "\n".join([*_two_columns(rows), "", table(headers, tenants), "", _gangs(run)])
+
+
+def _gangs(run: Run) -> str:
+    """Return one line per class of gangs: how long they waited."""
+    from simulator.figures import results
+
+    rows = [
+        (
+            _span(row),
+            str(row["apps"]),
+            str(row["apps_started"]),
+            *(number(row[name], 1) for name in ("avg_wait_s", "max_wait_s", "avg_jct_s")),
+            number(row["max_rho"], 3),
+        )
+        for row in results.gangs(run)
+    ]
+    return table(("GANG", "APPS", "STARTED", "AVG WAIT", "MAX WAIT", "AVG JCT", "MAX RHO"), rows)
+
+
+def _span(gangs: Figures) -> str:
+    least, most = gangs["gang_min"], gangs["gang_max"]
+    return str(most) if least == most else f"{least}-{most}"
 
 
 def _two_columns(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -535,7 +559,22 @@ def side_by_side(runs: Sequence[Run], summaries: Sequence[Figures]) -> str:
         f"{first.name} on {first.cluster}, {plural(first.cluster_gpus, 'GPU')}, seed {first.seed}; times in seconds; "
         f"CUT leaves out apps shorter than {summaries[0]['min_duration_s']:g} s"
     )
-    return f"{head}\n\n{table(('POLICY', *(heading for heading, _, _ in COMPARED)), rows)}"
+    figures = table(("POLICY", *(heading for heading, _, _ in COMPARED)), rows)
+    return f"{head}\n\n{figures}\n\nlongest wait for the first GPUs, by gang\n\n{_longest_waits(runs)}"
+
+
+def _longest_waits(runs: Sequence[Run]) -> str:
+    """Return one line per policy with a column per class of gangs, in seconds; in brackets: apps that never started."""
+    from simulator.figures import results
+
+    found = [results.gangs(run) for run in runs]
+    lines = [(run.policy, *map(_longest_wait, gangs)) for run, gangs in zip(runs, found, strict=True)]
+    return table(("POLICY", *(f"GANG {_span(row)}" for row in found[0])), lines)
+
+
+def _longest_wait(gangs: Figures) -> str:
+    without = gangs["apps"] - gangs["apps_started"]
+    return number(gangs["max_wait_s"], 0) + (f" ({without} never)" if without else "")
 
 
 def comparison(runs: Sequence[Run], summaries: Sequence[Figures]) -> Mapping[str, Any]:
@@ -550,6 +589,7 @@ def comparison(runs: Sequence[Run], summaries: Sequence[Figures]) -> Mapping[str
                 "inputs": results.inputs(run),
                 "summary": summary,
                 "tenants": results.tenants(run),
+                "gangs": results.gangs(run),
             }
             for run, summary in zip(runs, summaries, strict=True)
         ],

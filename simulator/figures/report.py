@@ -28,6 +28,7 @@ COLUMNS = (
     ("p50_jct_s", "median [h]", 2, HOUR_S),
     ("p99_jct_s", "p99 [h]", 2, HOUR_S),
     ("makespan_s", "makespan [h]", 2, HOUR_S),
+    ("max_wait_s", "longest wait [h]", 2, HOUR_S),
     ("max_rho", "max rho", 2, 1.0),
     ("max_rho_cut", "max rho, cut", 2, 1.0),
     ("mean_rho", "mean rho", 2, 1.0),
@@ -75,6 +76,7 @@ def html(runs: Sequence[Run], min_duration_s: float = MIN_DURATION_S) -> str:
         _section("How long jobs take", _distribution(runs, "jct_s", "job completion time [s]", None)),
         _section("How fair it was", _distribution(runs, "rho", "rho = T_sh / T_id", 1.0)),
         _section("Over time", _timelines(runs)),
+        _section("Longest wait for the first GPUs, by gang", _waits(runs)),
         _section("GPU time of each tenant", _tenants(runs)),
         _section("Inputs", _inputs(runs)),
     ]
@@ -119,6 +121,17 @@ def _figures(runs: Sequence[Run], summaries: Sequence[Figures]) -> str:
         for run, summary in zip(runs, summaries, strict=True)
     ]
     return _table(["policy", *(heading for _, heading, _, _ in COLUMNS)], rows)
+
+
+def _waits(runs: Sequence[Run]) -> str:
+    """Return the table of waits: a row per policy, a column per class of gangs."""
+    found = [results.gangs(run) for run in runs]
+    headings = [f"{row['gang_min']} to {row['gang_max']} GPUs [h]" for row in (found[0] if found else ())]
+    rows = [
+        [escape(run.policy), *(figure_text(row["max_wait_s"], 2, HOUR_S) for row in gangs)]
+        for run, gangs in zip(runs, found, strict=True)
+    ]
+    return _table(["policy", *headings], rows)
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------

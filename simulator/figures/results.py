@@ -225,6 +225,7 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         "p90_jct_s": percentile(jct, 90),
         "p99_jct_s": percentile(jct, 99),
         "avg_wait_s": mean(waits),
+        "max_wait_s": max(waits, default=None),
         "avg_first_percent_s": mean(firsts),
         "p50_first_percent_s": percentile(firsts, 50),
         "makespan_s": makespan,
@@ -368,6 +369,34 @@ def _tenant(name: str, apps: Sequence[AppRow], used: float, total: float, stood:
     }
 
 
+def gangs(run: Run) -> list[Figures]:
+    """Return one row per class of gangs, narrow ones first: how long the apps waited for their first GPUs.
+
+    The classes are gangs of 1, 2, 3 to 4, 5 to 8 GPUs and so on; one without apps has no row. Waits are those of apps
+    that started, JCT and rho those of apps that finished.
+    """
+    apps: dict[int, list[AppRow]] = defaultdict(list)
+    for app in run.apps:
+        apps[(app.gpus - 1).bit_length()].append(app)
+    return [_gangs(2**power, apps[power]) for power in sorted(apps)]
+
+
+def _gangs(widest: int, apps: Sequence[AppRow]) -> Figures:
+    waits = [app.first_start_s - app.submit_s for app in apps if app.first_start_s is not None]
+    done = [app for app in apps if app.state == "finished"]
+    return {
+        "gang_min": widest // 2 + 1,
+        "gang_max": widest,
+        "apps": len(apps),
+        "apps_started": len(waits),
+        "apps_finished": len(done),
+        "avg_wait_s": mean(waits),
+        "max_wait_s": max(waits, default=None),
+        "avg_jct_s": mean([app.jct_s for app in done if app.jct_s is not None]),
+        "max_rho": max((app.rho for app in done if app.rho is not None), default=None),
+    }
+
+
 # --- documents and files ----------------------------------------------------------------------------------------------
 
 
@@ -393,6 +422,7 @@ def document(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         "inputs": inputs(run),
         "summary": summary(run, min_duration_s),
         "tenants": tenants(run),
+        "gangs": gangs(run),
         "apps": msgspec.to_builtins(run.apps),
         "jobs": msgspec.to_builtins(run.jobs),
     }

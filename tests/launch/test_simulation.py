@@ -62,7 +62,7 @@ def test_simulate_drives_the_scheduler_itself(trace: Path) -> None:
     # Two GPUs, strictly in turn: `a` has one to 100, `b` needs both and so runs to 150, and `c` behind it to 170.
     assert {row["job"]: row["finish_s"] for row in answer["jobs"]} == {"a": 100.0, "b": 150.0, "c": 170.0}
     assert answer["schema"] == "simulation/v1"
-    assert list(answer) == ["schema", "inputs", "summary", "tenants", "apps", "jobs"]
+    assert list(answer) == ["schema", "inputs", "summary", "tenants", "gangs", "apps", "jobs"]
     summary = answer["summary"]
     wanted = ("jobs_in", "jobs_out", "avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s", "gpu_seconds_useful")
     assert [summary[name] for name in wanted] == [3, 3, pytest.approx(410 / 3), 150.0, 160.0, 170.0, 220.0]
@@ -86,6 +86,9 @@ def test_simulate_shows_a_table_to_people(trace: Path) -> None:
     ):
         assert re.search(f"^{line}$", result.stdout, re.MULTILINE), line
     assert re.search(r"^bob +2 +0.0 +0.0 +0.545 +155.0 +\d", result.stdout, re.MULTILINE)
+    # By gang: `a` starts at once and `c` after 140 s; `b` waits for 100.
+    assert re.search(r"^ *1 +2 +2 +70.0 +140.0 +130.0 +\d", result.stdout, re.MULTILINE)
+    assert re.search(r"^ *2 +1 +1 +100.0 +100.0 +150.0 +\d", result.stdout, re.MULTILINE)
 
 
 def test_jobs_that_can_never_run_are_named(trace: Path) -> None:
@@ -201,6 +204,11 @@ def test_compare_always_has_the_reference_line(trace: Path, tmp_path: Path) -> N
     assert html.read_text().startswith("<!doctype html>")
     text = run(*words).stdout
     assert re.search(r"^fluid-fair-share +3 ", text, re.MULTILINE)
+    assert re.search(r"^POLICY +GANG 1 +GANG 2$", text, re.MULTILINE)
+    assert re.search(r"^fifo +140 +100$", text, re.MULTILINE)
+    assert re.search(r"^backfill +0 +100$", text, re.MULTILINE)
+    assert [row["max_wait_s"] for row in answer["runs"][1]["gangs"]] == [0.0, 100.0]
+    assert "<h2>Longest wait for the first GPUs, by gang</h2>" in html.read_text()
     assert "three on 1x2, 2 GPUs, seed 0" in text
     again = document("compare", trace, "--cluster", "1x2", "--policies", "fluid-fair-share,fifo", "--overheads", "none")
     assert [one["policy"] for one in again["runs"]] == ["fifo", "fluid-fair-share"]

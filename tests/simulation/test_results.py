@@ -164,6 +164,35 @@ def test_tenants_share_the_gpu_time() -> None:
     assert (bob["avg_jct_s"], bob["max_rho"]) == (30.0, 1.5)
 
 
+def test_waits_are_told_by_gang() -> None:
+    apps = [
+        app_row("one", first_start_s=5.0, jct_s=20.0, rho=0.5),
+        app_row("other", first_start_s=15.0, jct_s=40.0, rho=2.0),
+        app_row("three", gpus=3, submit_s=10.0, first_start_s=110.0),
+        app_row("four", gpus=4, first_start_s=50.0, state="unfinished", finish_s=None, jct_s=None, rho=None),
+        app_row("five", gpus=5, first_start_s=None, state="unfinished", finish_s=None, jct_s=None, rho=None),
+    ]
+    run = run_of(apps, [])
+    narrow, middle, wide = results.gangs(run)
+    assert [(row["gang_min"], row["gang_max"]) for row in (narrow, middle, wide)] == [(1, 1), (3, 4), (5, 8)]
+    assert [(row["apps"], row["apps_started"], row["apps_finished"]) for row in (narrow, middle, wide)] == [
+        (2, 2, 2),
+        (2, 2, 1),
+        (1, 0, 0),
+    ]
+    assert [(row["avg_wait_s"], row["max_wait_s"]) for row in (narrow, middle, wide)] == [
+        (10.0, 15.0),
+        (75.0, 100.0),
+        (None, None),
+    ]
+    assert [(row["avg_jct_s"], row["max_rho"]) for row in (narrow, middle, wide)] == [
+        (30.0, 2.0),
+        (10.0, 1.0),
+        (None, None),
+    ]
+    assert results.summary(run)["max_wait_s"] == 100.0  # of apps that finished
+
+
 def test_of_nothing_there_are_no_figures() -> None:
     figures = results.summary(run_of([], [], cpu_s=0.0))
     for name in ("avg_jct_s", "p99_jct_s", "makespan_s", "max_rho", "jain_index", "utilisation", "jobs_per_cpu_s"):
@@ -185,7 +214,8 @@ def test_only_what_is_measured_differs_between_equal_runs() -> None:
 
 def test_the_document_holds_inputs_summary_and_rows() -> None:
     document = json.loads(json.dumps(results.document(four()), allow_nan=False))
-    assert list(document) == ["schema", "inputs", "summary", "tenants", "apps", "jobs"]
+    assert list(document) == ["schema", "inputs", "summary", "tenants", "gangs", "apps", "jobs"]
+    assert document["gangs"] == results.gangs(four())
     assert document["schema"] == "simulation/v1"
     assert document["inputs"]["settings"] == {"lease_s": 600.0}
     assert (document["inputs"]["seed"], document["inputs"]["notes"]) == (7, ["assumed"])
