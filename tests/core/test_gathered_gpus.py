@@ -98,6 +98,12 @@ def test_a_gang_that_can_use_certain_gpus_only_gets_no_others() -> None:
     assert of("wide", decided(round_of(), bids)) == set()
 
 
+def test_a_bid_does_not_widen_what_an_app_can_use() -> None:
+    bids = BIDS | {AppId("wide"): bid_of("wide", 9.0, (4, "machine", 8.9), only=names(GPUS))}
+    view = round_of(apps=(*SINGLES, replace(WIDE, only=names((*NODE[:3], *OTHER)))))
+    assert of("wide", decided(view, bids)) == set()
+
+
 def test_a_gang_that_wants_less_than_a_gang_now_is_not_served_first() -> None:
     view = round_of(apps=(*SINGLES, replace(WIDE, demand_max=2)))
     assert of("wide", decided(view)) == set()
@@ -115,6 +121,21 @@ def test_an_app_that_holds_gpus_is_not_served_first() -> None:
     view = round_of(apps=(*SINGLES, kept))
     bids = BIDS | {AppId("wide"): bid_of("wide", 9.0, (8, "cluster", 8.9))}
     assert of("wide", decided(view, bids)) == set()
+
+
+def test_an_app_whose_gpus_are_in_play_is_not_served_first() -> None:
+    pair = app_of("pair", gang=2, demand_max=4, renewable=names(OTHER))
+    gpus = (*(replace(gpu, holder=app.app) for gpu, app in zip(NODE, SINGLES, strict=False)), *held("pair", OTHER))
+    apps = (*SINGLES[:4], pair)
+    view = view_of(gpus, apps, RHOS | {"pair": 9.0})
+    view = replace(view, gathered=frozenset(names(NODE)), offered=tuple(app.app for app in apps))
+    bids = BIDS | {AppId("pair"): bid_of("pair", 9.0, (2, "machine", 8.9), (4, "cluster", 8.8))}
+    assert of("pair", decided(view, bids)) == set(names(OTHER))
+
+
+def test_an_app_that_bid_and_told_no_rho_is_not_served_first() -> None:
+    told = {app: rho for app, rho in RHOS.items() if app != "wide"}
+    assert of("wide", decided(round_of(rhos=told))) == set()
 
 
 def test_a_gang_that_the_gpus_do_not_hold_is_not_served_first() -> None:

@@ -17,8 +17,8 @@ WIDE = AppPlan("wide", "t0", 600.0, 4, 4, (JobPlan(150.0, 150),))
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("tenants", [1, 2])
-def test_a_short_job_in_a_wide_gang_does_not_wait_until_the_small_jobs_are_over(tenants: int) -> None:
+@pytest.mark.parametrize(("policy", "tenants"), [("themis", 1), ("themis", 2), ("astraea", 2), ("maxmin-ftf", 2)])
+def test_a_short_job_in_a_wide_gang_does_not_wait_until_the_small_jobs_are_over(policy: str, tenants: int) -> None:
     small = [
         AppPlan(f"small-{number}", f"t{number % tenants}", 30.0 * number, 1, 1, (JobPlan(3600.0, 3600),))
         for number in range(SMALL)
@@ -27,8 +27,8 @@ def test_a_short_job_in_a_wide_gang_does_not_wait_until_the_small_jobs_are_over(
     run = simulate(
         Workload("small jobs and one wide gang", apps),
         parse_cluster("2x4"),
-        policy="themis",
-        settings=settings_of(Experiment("", "", policy="themis")),
+        policy=policy,
+        settings=settings_of(Experiment("", "", policy=policy)),
         costs=DEFAULT,
         profiles=built_in(),
     )

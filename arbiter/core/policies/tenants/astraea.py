@@ -5,9 +5,13 @@ which the same is true, until they have had what is fair; a new one goes first. 
 other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or moves where they lie closer together.
 Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 
+GPUs that were brought together for a gang go to a gang first, if its tenant has not had more than what is fair while
+the tenants that have them now have not, and in its own tenant it comes before the apps that have them. Dealt gang by
+gang they would go to the others: a tenant that is due no more GPUs than the gang has is seldom the first.
+
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
 The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenant_order`);
-both are our choice, the second is taken back with `until_fair` off.
+both are our choice, as is the rule for gangs; the second is taken back with `until_fair` off.
 """
 
 from __future__ import annotations
@@ -16,8 +20,9 @@ from collections.abc import Callable, Iterator, Sequence
 from math import inf
 from typing import ClassVar
 
+from arbiter.core.policies.common.gathered import gang_bundles
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, Standings, tenant_by_tenant
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -40,7 +45,8 @@ class Astraea(Ranked):
     def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield turns as the two algorithms choose them."""
         standings = self._standings(view)
-        return tenant_by_tenant(view, selection, standings, standings.place_of_app)
+        yield from _gangs_first(view, order, selection, standings)
+        yield from tenant_by_tenant(view, selection, standings, standings.place_of_app)
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says both indices."""
@@ -56,3 +62,23 @@ class Astraea(Ranked):
 
     def _standings(self, view: View) -> Standings:
         return Standings(view, today_first=True, by_quota=self.by_quota, until_fair=self.until_fair)
+
+
+def _gangs_first(view: View, order: Sequence[AppView], selection: Selection, standings: Standings) -> Iterator[Pick]:
+    """Yield the turns of the gangs that get GPUs which were brought together."""
+    if not view.gathered:
+        return
+    tenants = {tenant: standings.place_of_tenant(tenant)[0] for tenant in {app.tenant for app in view.apps}}
+    places = {app.app: standings.place_of_app(app) for app in view.apps}
+
+    def precedes(app: AppView, holder: AppView) -> bool:
+        if app.tenant == holder.tenant:
+            return places[app.app] < places[holder.app]
+        return tenants[app.tenant] < ENOUGH_TENANT or tenants[holder.tenant] >= ENOUGH_TENANT
+
+    given = gang_bundles(view, order, precedes)
+    for app in order:
+        if app.app in given:
+            before = selection.left
+            yield app, app.gang
+            standings.deal(app, before - selection.left)

@@ -1,13 +1,11 @@
 """GPUs that were brought together for a gang go to a gang first, before the auction about the others.
 
-Leases are aligned for a gang that no round had room for (`arbiter.core.leases.alignment`). In the auction it would not
-win them: what eight more GPUs are worth to eight apps of one GPU is more, in the product of all values, than what they
-are worth to one app whose wait is long already. So a gang could wait until the others had ended.
+In the auction the gang would not win them: what eight more GPUs are worth to eight apps of one GPU is more, in the
+product of all values, than what they are worth to one app whose wait is long already. Of the bidders whose whole gang
+these GPUs hold, the worst off is served first, if it is worse off than each app that has them now.
 
-Of the bidders whose whole gang these GPUs hold, the worst off is served first, if it is worse off than each app that
-has them now. An app that holds GPUs already gets none of them in this way.
-
-*Source:* ours. Themis (NSDI 2020) has gangs, and no rule that keeps them from starving.
+*Source:* ours (`arbiter.core.policies.common.gathered`). Themis (NSDI 2020) has gangs, and no rule that keeps them from
+starving.
 """
 
 from __future__ import annotations
@@ -16,11 +14,10 @@ from collections.abc import Callable, Mapping
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import Holes, gpus, losses, pick
+from arbiter.core.placement.assignment import gpus, losses
+from arbiter.core.policies.common.gathered import Bundles, gang_bundles
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import AppId, Bid, GpuId
-
-Bundles = Mapping[AppId, tuple[GpuView, ...]]
 
 
 def bundles(view: View, bids: Mapping[AppId, Bid], rho_of: Callable[[AppView], float]) -> Bundles:
@@ -35,22 +32,17 @@ def bundles(view: View, bids: Mapping[AppId, Bid], rho_of: Callable[[AppView], f
     rho_of
         Returns the rho by which an app comes to bid; it must have told one.
     """
-    if not view.gathered:
-        return {}
-    apps = {app.app: app for app in view.apps}
-    left = {gpu.gpu: gpu for gpu in view.gpus if gpu.gpu in view.gathered}
-    bidders = (app for app in view.apps if app.app in bids and app.app in view.rhos and bids[app.app].rows)
-    wide = [app for app in bidders if 1 < app.gang <= app.want and not (app.kept or app.renewable)]
-    found: dict[AppId, tuple[GpuView, ...]] = {}
-    for app in sorted(wide, key=lambda app: (-rho_of(app), app.app)):
-        only = bids[app.app].only
-        bundle = pick(Holes(gpu for gpu in app.usable(left.values()) if only is None or gpu.gpu in only), app, app.gang)
-        holders = (apps[gpu.holder] for gpu in bundle if gpu.holder in apps)
-        if bundle and all(holder.app not in view.rhos or rho_of(holder) < rho_of(app) for holder in holders):
-            found[app.app] = tuple(bundle)
-            for gpu in bundle:
-                del left[gpu.gpu]
-    return found
+    bidders = [app for app in view.apps if app.app in bids and app.app in view.rhos and bids[app.app].rows]
+    order = [_as_bid(app, bids[app.app]) for app in sorted(bidders, key=lambda app: (-rho_of(app), app.app))]
+    return gang_bundles(view, order, lambda app, holder: holder.app not in view.rhos or rho_of(holder) < rho_of(app))
+
+
+def _as_bid(app: AppView, bid: Bid) -> AppView:
+    """Return `app`, bound to those of its GPUs that its bid named, if it named some."""
+    if bid.only is None:
+        return app
+    able = app.only_names
+    return replace(app, only=tuple(sorted(gpu for gpu in bid.only if able is None or gpu in able)))
 
 
 def rest_of(view: View, given: Bundles) -> View:

@@ -1,0 +1,98 @@
+"""Under `astraea` GPUs that were brought together go to a gang whose tenant has not had more than what is fair."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.policies.tenants.astraea import Astraea
+from arbiter.core.seam import AppView, GpuView, TenantView, View
+from protocol.messages import AppId, GpuId, TenantId
+from tests.support.auctions import app_of, gpus_of, view_of
+
+GPUS = gpus_of(4, 2)
+NODE = GPUS[:4]
+A, B = TenantId("a"), TenantId("b")
+FAIR_S = 10_000.0
+
+
+def app(name: str, tenant: TenantId, *, gang: int = 1, had_s: float = 0.0, gpu: GpuView | None = None) -> AppView:
+    held = [] if gpu is None else [gpu.gpu]
+    return replace(app_of(name, gang=gang, demand_max=gang, renewable=held), tenant=tenant, allocated=(had_s, 0.0))
+
+
+def tenant(index: float, due: float = 3.0) -> TenantView:
+    """One that has had so many times what is fair, and is due so many GPUs now."""
+    return TenantView(fair_gpus=due, gpus_per_weight=1.0, allocated_gpu_s=index * FAIR_S, fair_gpu_s=FAIR_S)
+
+
+def view(
+    a: float = 1.0,
+    b: float = 0.99,
+    *,
+    wide_had_s: float = 0.0,
+    gathered: tuple[GpuView, ...] = NODE,
+    a_due: float = 3.0,
+) -> View:
+    """Six singles, of the tenants by turns, have the six GPUs; a gang of four of tenant `a` waits. `b` is behind."""
+    singles = [app(f"s{place}", (A, B)[place % 2], had_s=600.0, gpu=gpu) for place, gpu in enumerate(GPUS)]
+    wide = app("wide", A, gang=4, had_s=wide_had_s)
+    gpus = [replace(gpu, holder=single.app) for gpu, single in zip(GPUS, singles, strict=True)]
+    made = replace(view_of(gpus, [*singles, wide], {}), tenants={A: tenant(a, a_due), B: tenant(b)})
+    return replace(made, gathered=frozenset(gpu.gpu for gpu in gathered))
+
+
+def wide_gets(round_: View) -> set[GpuId]:
+    allocation = Astraea().allocate(round_, {})
+    assert len(set(allocation.assign)) == len(allocation.assign)
+    return {gpu for gpu, owner in allocation.assign.items() if owner == AppId("wide")}
+
+
+def test_a_gang_whose_tenant_is_not_the_first_gets_the_gpus_that_were_brought_together() -> None:
+    assert wide_gets(view(gathered=())) == set(), "dealt one by one they go to the other tenant first"
+    assert wide_gets(view()) == {gpu.gpu for gpu in NODE}
+
+
+def test_gpus_that_do_not_hold_the_gang_are_dealt_as_ever() -> None:
+    assert wide_gets(view(gathered=NODE[:3])) == set()
+    assert wide_gets(view(gathered=(*NODE[:2], *GPUS[4:]))) == set(), "the four lie on two nodes"
+
+
+@pytest.mark.parametrize(("b", "served"), [(0.99, False), (1.2, True)])
+def test_a_tenant_that_has_had_more_than_is_fair_waits_for_those_that_have_not(b: float, served: bool) -> None:
+    assert bool(wide_gets(view(a=1.2, b=b, a_due=0.0))) is served
+
+
+def test_what_a_gang_got_counts_for_its_tenant_at_once() -> None:
+    allocation = Astraea().allocate(view(a=0.985), {})
+    assert wide_gets(view(a=0.985)) == {gpu.gpu for gpu in NODE}
+    others = {owner for owner in allocation.assign.values() if owner != "wide"}
+    assert others <= {"s1", "s3", "s5"}, "its tenant was the first before, and is the second now"
+    assert len(others) == 2
+
+
+def test_an_app_that_holds_gpus_gets_none_in_this_way() -> None:
+    pair = replace(app("pair", A, gang=2), demand_max=4, renewable=tuple(gpu.gpu for gpu in GPUS[4:]))
+    singles = [app(f"s{place}", B, had_s=600.0, gpu=gpu) for place, gpu in enumerate(NODE)]
+    gpus = [replace(gpu, holder=owner.app) for gpu, owner in zip(GPUS, [*singles, pair, pair], strict=True)]
+    made = replace(view_of(gpus, [*singles, pair], {}), tenants={A: tenant(1.0), B: tenant(0.9)})
+    for gathered in (frozenset[GpuId](), frozenset(gpu.gpu for gpu in NODE)):
+        allocation = Astraea().allocate(replace(made, gathered=gathered), {})
+        owners = {gpu.gpu: allocation.assign.get(gpu.gpu) for gpu in NODE}
+        assert owners == {gpu.gpu: single.app for gpu, single in zip(NODE, singles, strict=True)}
+
+
+def test_in_its_own_tenant_the_gang_must_come_before_the_apps_that_have_them() -> None:
+    assert wide_gets(view(wide_had_s=50.0)) != set()
+    assert wide_gets(view(wide_had_s=70.0)) == set()
+
+
+def test_the_others_keep_what_is_left_and_each_is_told_why() -> None:
+    allocation = Astraea().allocate(view(), {})
+    assert {owner for gpu, owner in allocation.assign.items() if gpu not in {each.gpu for each in NODE}} <= {
+        AppId("s0"), AppId("s1"), AppId("s2"), AppId("s3"), AppId("s4"), AppId("s5")
+    }  # fmt: skip
+    assert len(allocation.assign) == len(GPUS)
+    told = {outcome.app: outcome.reason for outcome in allocation.outcomes}
+    assert told.keys() == {AppId("wide"), *(AppId(f"s{place}") for place in range(6))}
+    assert "it can use" not in told[AppId("wide")], "it has all it wants"
