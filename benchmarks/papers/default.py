@@ -7,6 +7,8 @@ cell by cell: both workloads of Themis's medians in both settings of `benchmarks
 cluster.
 *tenants* (point 3): the part of the intervals of that trace's tenants that are unfair, under each of the two.
 *silence* (point 5): every second app does not say how long it takes; the mean JCT of those, under each of the two.
+*waits* (no point of the rule): the longest wait for the first GPUs by gang, on that trace under the greatest contention
+with the first seed, under all policies.
 
 Points 4 and 6 have programs of their own: ``maxmin.py --only lying`` beside this one, ``gpu-arbiter worlds --policy``,
 and ``benchmarks/rounds.py --only ahead``.
@@ -45,7 +47,7 @@ from benchmarks.truth.spread import estimate
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.experiment import Experiment, settings_of
-from simulator.figures.results import summary
+from simulator.figures.results import gangs, summary
 from simulator.profiles import built_in
 from simulator.run import simulate
 from simulator.workload import Workload, gpu_seconds, load
@@ -72,6 +74,14 @@ class Cell(Struct, frozen=True):
     silent: bool = False
 
 
+class Wait(Struct, frozen=True):
+    """How long the apps of a class of gangs waited for their first GPUs at most; None if none started."""
+
+    gang_max: int
+    apps: int
+    longest_s: float | None
+
+
 class Outcome(Struct, frozen=True):
     """What is compared of a run.
 
@@ -88,6 +98,7 @@ class Outcome(Struct, frozen=True):
     preemptions: int
     unfinished: int
     cpu_s: float
+    waits: tuple[Wait, ...] = ()
 
 
 class Plan(Struct, frozen=True):
@@ -99,6 +110,7 @@ class Plan(Struct, frozen=True):
     seeds: tuple[int, ...]
     drawn_seeds: tuple[int, ...]  #: of the part *fairness* on drawn workloads
     days: float = 7.0  #: of the trace
+    policies: tuple[str, ...] = tuple(POLICIES)  #: of the part *waits*
 
 
 FULL = Plan(
@@ -108,7 +120,7 @@ FULL = Plan(
     seeds=(3, 4, 5),
     drawn_seeds=(3, 4, 5, 6, 7),
 )
-QUICK = Plan(("harder",), ("themis:1", "philly"), (4.0,), (3,), (3,), days=0.25)
+QUICK = Plan(("harder",), ("themis:1", "philly"), (4.0,), (3,), (3,), days=0.25, policies=("themis", "astraea", "srtf"))
 
 MEMORY = Memory(Cell, Outcome)
 
@@ -161,6 +173,7 @@ def _simulated(cell: Cell) -> Outcome:
         preemptions=whole["preemptions"],
         unfinished=whole["jobs_unfinished"],
         cpu_s=found.cpu_s,
+        waits=tuple(Wait(row["gang_max"], row["apps"], row["max_wait_s"]) for row in gangs(found)),
     )
 
 
@@ -312,7 +325,38 @@ def silence(plan: Plan, pair: Pair) -> Part:
     return (claim,), (Table("every second app is silent", (*columns, "silent apps, over the default"), rows),)
 
 
-PARTS = {"fairness": fairness, "tenants": tenants, "silence": silence}
+def waits(plan: Plan, _: Pair) -> Part:
+    """Show the longest wait for the first GPUs by gang, under all policies."""
+    contention, seed = max(plan.contentions), plan.seeds[0]
+    found = {policy: run(Cell("philly", policy, seed, contention, plan.days)) for policy in plan.policies}
+    classes = next(iter(found.values())).waits
+    columns = (
+        "policy", *(f"{each.apps} apps, gangs of {_span(each.gang_max)}" for each in classes), "greatest rho",
+        "mean JCT h", "preemptions", "unfair intervals",
+    )  # fmt: skip
+    rows = tuple(
+        (
+            policy,
+            *map(_hours, one.waits),
+            f"{one.max_rho:.2f}",
+            f"{one.avg_jct_s / 3600.0:.1f}",
+            f"{one.preemptions:,}",
+            f"{_unfair(one):.1%}",
+        )
+        for policy, one in found.items()
+    )
+    return (), (Table(f"philly, {contention:g}, {seed}: longest wait for the first GPUs, hours", columns, rows),)
+
+
+def _hours(wait: Wait) -> str:
+    return "none started" if wait.longest_s is None else f"{wait.longest_s / 3600.0:.1f}"
+
+
+def _span(gang_max: int) -> str:
+    return f"{gang_max // 2 + 1} to {gang_max}" if gang_max > 2 else str(gang_max)
+
+
+PARTS = {"fairness": fairness, "tenants": tenants, "silence": silence, "waits": waits}
 
 
 def evaluate(plan: Plan, parts: Sequence[str], pair: Pair) -> Report:

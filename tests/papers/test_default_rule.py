@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
 from benchmarks.papers import default, maxmin
-from benchmarks.papers.default import QUICK, Cell, Outcome, hushed, philly_sample
+from benchmarks.papers.default import QUICK, Cell, Outcome, Wait, hushed, philly_sample
 from benchmarks.papers.document import Memory
 from simulator.run import budget_of, spec_of
 from simulator.workload import AppPlan, JobPlan, Workload, gpu_seconds
@@ -133,3 +133,19 @@ def test_a_sample_of_the_trace_has_the_work_of_its_contention_and_follows_from_i
     assert {each.id for each in sample.apps} != {each.id for each in other.apps}
     assert max(each.gpus for each in philly_sample(3, 40.0, 32, 14.0).apps) == 16, "some of the trace need 32"
     assert len({each.tenant for each in sample.apps}) > 5
+
+
+def test_the_longest_waits_stand_beside_each_other_by_gang(known: dict[Cell, Outcome]) -> None:
+    plan = replace(PLAN, policies=("themis", "srtf"))
+    narrow, wide = Wait(1, 7, 1800.0), Wait(16, 2, 36_000.0)
+    known[Cell("philly", "themis", 3, 4.0, PLAN.days)] = replace(outcome(), waits=(narrow, wide))
+    known[Cell("philly", "srtf", 3, 4.0, PLAN.days)] = replace(
+        outcome(2.0, jct_s=7200.0), waits=(narrow, replace(wide, longest_s=None))
+    )
+    claims, (table,) = default.waits(plan, PAIR)
+    assert claims == ()
+    assert table.columns[:3] == ("policy", "7 apps, gangs of 1", "2 apps, gangs of 9 to 16")
+    assert table.rows == (
+        ("themis", "0.5", "10.0", "1.00", "0.0", "0", "10.0%"),
+        ("srtf", "0.5", "none started", "2.00", "2.0", "0", "10.0%"),
+    )
