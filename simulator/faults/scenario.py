@@ -494,6 +494,7 @@ def _app(dice: Random, cluster: Cluster, calm_at: float) -> AppOptions:
         trials=(("imaginary",),),
         cwd="/",
         checkpoint_root="/",
+        env={"SEED": "7", "DATA": "/data"},  # not in the order of their names, in which a snapshot writes them
         tenant=dice.choice(("red", "blue", "green")),
         name="imaginary",
         steps_total=max(1, round(work_s)) if dice.random() < 0.7 else 0,

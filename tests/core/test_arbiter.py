@@ -649,6 +649,29 @@ def test_a_snapshot_and_the_journal_rebuild_the_state_bit_for_bit() -> None:
     site.handle(Tick())
 
 
+def test_an_arbiter_that_was_restored_at_any_time_goes_on_like_one_that_was_not() -> None:
+    site = Site(SETTINGS)
+    gpus = [gpu_id("n1", 0), gpu_id("n1", 1)]
+    metrics = {"loss": 0.5, "accuracy": 0.9}  # not in the order of their names, in which a snapshot writes them
+    jobs = [task("ana-1", 0, gpus, can_checkpoint=True, metrics=metrics)]
+    site.node("n1", 2)
+    site.play_round(site.app("ana-1", demand=2, gang=2))
+    for _ in range(2):
+        site.app("ana-1", demand=2, gang=2, jobs=[wish("ana-1", 0, gpus)])
+        site.node("n1", 2, tasks=jobs, used=gpus)
+        site.wait(SETTINGS.beat_s)
+    site.node("n1", 2, tasks=[task("ana-1", 0, gpus, "exited", outcome="finished", metrics=metrics)])
+    site.app("ana-1", demand=2, gang=2)
+    one, snapshots = Arbiter(), []
+    for now, event in site.journal:
+        one.handle(event, now)
+        snapshots.append(one.snapshot())
+    (node,) = one.state.nodes.values()
+    assert node.plan_seq > 0
+    for since, snapshot in enumerate(snapshots, start=1):
+        assert site.replayed(since, snapshot) == snapshots[-1], since
+
+
 @with_auction
 def test_a_story_tells_what_happened_to_an_app() -> None:
     site, gpu = one_app_running(AUCTION)

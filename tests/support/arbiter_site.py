@@ -65,7 +65,8 @@ SETTINGS = ArbiterSettings(
 AUCTION = replace(SETTINGS, policy="themis")
 #: For tests of sites under `AUCTION`: the auction's loops are compiled before the tests' time limits begin.
 with_auction = pytest.mark.usefixtures("compiled_auction")
-LAUNCH = LaunchSpec(command=("python", "train.py"), cwd="/tmp", checkpoint_dir="/tmp/ckpt")
+#: Its variables are not in the order of their names, in which a snapshot writes them.
+LAUNCH = LaunchSpec(("python", "train.py"), "/tmp", "/tmp/ckpt", env={"SEED": "7", "DATA": "/data"})
 
 
 class Site:

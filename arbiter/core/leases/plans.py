@@ -618,4 +618,4 @@ def _end_of(part: TaskStatus) -> str:
 
 
 def _digest(body: Struct, size: int = 12) -> str:
-    return hashlib.blake2b(msgspec.msgpack.encode(body), digest_size=size).hexdigest()
+    return hashlib.blake2b(msgspec.msgpack.encode(body, order="deterministic"), digest_size=size).hexdigest()
