@@ -18,13 +18,12 @@ import tempfile
 import time
 from pathlib import Path
 
-import msgspec
 import structlog
 from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from arbiter.config import ArbiterConfig
+from arbiter.config import ArbiterConfig, written
 from arbiter.core.state.model import ArbiterSettings
 from launch.site.site import toml
 from protocol.bus.amqp import AmqpBus
@@ -35,7 +34,7 @@ from tests.support.rabbitmq import PrivateRabbitMQ, available
 ANA, EVE = Party("app", "ana"), Party("app", "eve")
 VHOST = "flood"
 GOAL_S = 1.0
-REST_QUESTIONS = 200
+REST_QUESTIONS, AFTER_QUESTIONS = 200, 20
 TIMEOUT_S = 300.0
 REPORTS_AT_ONCE = 200
 
@@ -76,7 +75,7 @@ async def measure(url_of: dict[Party, str], reports: int) -> dict[str, float]:
         while not flooding.done():
             during.append(await ask(ana, REST_QUESTIONS + len(during)))
         sent_s = time.perf_counter() - began
-        after = [await ask(ana, 10**6 + number) for number in range(20)]
+        after = [await ask(ana, 10**6 + number) for number in range(AFTER_QUESTIONS)]
         reader.cancel()
     during += after
     return {
@@ -101,7 +100,7 @@ def run(reports: int) -> dict[str, float]:
         folder = Path(name)
         settings = replace(ArbiterSettings(), policy="fifo", admission_wait_s=0.5, apps_max=100)
         config = ArbiterConfig(state_dir=str(folder / "arbiter"), bus=broker.url(ARBITER.user, VHOST), arbiter=settings)
-        (folder / "arbiter.toml").write_text(toml(msgspec.to_builtins(config)))
+        (folder / "arbiter.toml").write_text(toml(written(config)))
         with (folder / "arbiter.jsonl").open("wb") as log:
             command = [sys.executable, "-m", "launch.cli", "arbiter", "--config", str(folder / "arbiter.toml")]
             arbiter = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
