@@ -53,6 +53,11 @@ def test_a_gang_whose_tenant_is_not_the_first_gets_the_gpus_that_were_brought_to
     assert wide_gets(view()) == {gpu.gpu for gpu in NODE}
 
 
+@pytest.mark.parametrize(("due", "served"), [(4.0, True), (4.5, False)])
+def test_a_tenant_that_is_due_more_gpus_than_its_gang_has_waits_for_its_turn(due: float, served: bool) -> None:
+    assert bool(wide_gets(view(a_due=due))) is served
+
+
 def test_gpus_that_do_not_hold_the_gang_are_dealt_as_ever() -> None:
     assert wide_gets(view(gathered=NODE[:3])) == set()
     assert wide_gets(view(gathered=(*NODE[:2], *GPUS[4:]))) == set(), "the four lie on two nodes"

@@ -78,6 +78,10 @@ class Standings:
         told = self._view.tenants.get(tenant, _UNKNOWN)
         return (told.quota_gpu_s, told.quota_gpus) if self._by_quota else (told.fair_gpu_s, told.fair_gpus)
 
+    def due_gpus(self, tenant: TenantId) -> float:
+        """Return the GPUs that are due to a tenant now."""
+        return self._due(tenant)[1]
+
     def of_app(self, app: AppView) -> float:
         """Return the index of an app within its tenant, at the end of the lease; of one that had nothing 0."""
         return _index(*self._app(app)[:2])
@@ -99,7 +103,7 @@ class Standings:
         """Return by what tenants are served, the smallest first."""
         index = self.of_tenant(tenant)
         if self._until_fair and index >= ENOUGH_TENANT:
-            due = self._due(tenant)[1] if self._today_first else 0.0
+            due = self.due_gpus(tenant) if self._today_first else 0.0
             return ENOUGH_TENANT, self._counted[tenant] >= due * (1.0 - 1e-9)
         return index, False
 

@@ -5,9 +5,10 @@ which the same is true, until they have had what is fair; a new one goes first. 
 other app for the GPUs in play, and if it wins it keeps its GPUs and runs on, or moves where they lie closer together.
 Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 
-GPUs that were brought together for a gang go to a gang first, if its tenant has not had more than what is fair while
-the tenants that have them now have not, and in its own tenant it comes before the apps that have them. Dealt gang by
-gang they would go to the others: a tenant that is due no more GPUs than the gang has is seldom the first.
+GPUs that were brought together for a gang go to a gang of a tenant that is due no more GPUs than that gang has. Dealt
+gang by gang they would go to the others, since such a tenant is seldom the first with so many GPUs in play. Its tenant
+must not have had more than what is fair while the tenants that have the GPUs now have not, and in its own tenant the
+gang must come before the apps that have them.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
 The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenant_order`);
@@ -76,8 +77,9 @@ def _gangs_first(view: View, order: Sequence[AppView], selection: Selection, sta
             return places[app.app] < places[holder.app]
         return tenants[app.tenant] < ENOUGH_TENANT or tenants[holder.tenant] >= ENOUGH_TENANT
 
-    given = gang_bundles(view, order, precedes)
-    for app in order:
+    wide = [app for app in order if app.gang >= standings.due_gpus(app.tenant)]
+    given = gang_bundles(view, wide, precedes)
+    for app in wide:
         if app.app in given:
             before = selection.left
             yield app, app.gang
