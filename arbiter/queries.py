@@ -874,12 +874,13 @@ class Queries:
         app = self._arbiter.state.apps.get(AppId(target.partition(".")[0]))
         if app is None:
             return None
-        named = [task for task in app.ran if target in (app.id, task, task.rpartition("-a")[0])]
+        ran = dict(app.ran)
+        named = [task for task in ran if target in (app.id, task, task.rpartition("-a")[0])]
         if not named:
             return None
         first = named[-1] if named[-1] == target else _first_part(named[-1])
-        task = first if first in app.ran else named[-1]
-        return app, task, app.ran[task]
+        task = first if first in ran else named[-1]
+        return app, task, ran[task]
 
 
 # --- pieces ---------------------------------------------------------------------------------------------------------

@@ -34,7 +34,7 @@ from tests.support.rabbitmq import PrivateRabbitMQ, available
 ANA, EVE = Party("app", "ana"), Party("app", "eve")
 VHOST = "flood"
 GOAL_S = 1.0
-REST_QUESTIONS, AFTER_QUESTIONS = 200, 20
+REST_QUESTIONS, LAST_QUESTIONS = 200, 20
 TIMEOUT_S = 300.0
 REPORTS_AT_ONCE = 200
 
@@ -75,7 +75,7 @@ async def measure(url_of: dict[Party, str], reports: int) -> dict[str, float]:
         while not flooding.done():
             during.append(await ask(ana, REST_QUESTIONS + len(during)))
         sent_s = time.perf_counter() - began
-        after = [await ask(ana, 10**6 + number) for number in range(AFTER_QUESTIONS)]
+        after = [await ask(ana, 10**6 + number) for number in range(LAST_QUESTIONS)]
         reader.cancel()
     during += after
     return {

@@ -2,7 +2,8 @@
 
 There the wishes of a user stood one by one in an app's report, record and spec, and some of them in each of its jobs.
 Today they are one value, `Requirements`. So an app agent of that version is understood, and snapshots and events that
-it or an arbiter of that version left are read.
+it or an arbiter of that version left are read. Where an app's tasks ran was a mapping, which a snapshot sorted by its
+keys; today they are pairs in the order of their age.
 """
 
 from __future__ import annotations
@@ -43,6 +44,8 @@ def with_requirements(raw: Any) -> Any:
     fields = {name: with_requirements(value) for name, value in raw.items() if name != "policy_settings"}
     if isinstance(fields.get("classes"), list):
         fields["classes"] = [_KINDS.get(name, name) for name in fields["classes"]]
+    if isinstance(fields.get("ran"), dict):
+        fields["ran"] = sorted(fields["ran"].items(), key=lambda pair: _age(pair[0]))
     if not {"tenant", "gang"} <= fields.keys() or "requirements" in fields:
         return fields
     jobs = fields.get("jobs") or [{}]  # of one app they all had the same wishes
@@ -51,3 +54,10 @@ def with_requirements(raw: Any) -> Any:
     if "kind" in wishes:
         wishes["kind"] = _KINDS.get(wishes["kind"], wishes["kind"])
     return {name: value for name, value in fields.items() if name not in wishes} | {"requirements": wishes}
+
+
+def _age(task: str) -> tuple[str, int, int]:
+    """Return by what tasks are sorted, those of a job by attempt and part: the ages of jobs are not known."""
+    job, _, attempt = task.rpartition("-a")
+    number, _, rank = attempt.partition(".")
+    return job, int(number), int(rank or 0)

@@ -25,8 +25,9 @@ from protocol.messages import AppId, EventKind, GpuId, LeaseId, NodeId, TaskId, 
 
 #: Lines kept of one object's story: a day of rounds at the default lease is 144; the ledger keeps all of them.
 STORY_LENGTH_MAX = 64
-#: Objects with a story; peers name things, so this must have a bound. The oldest goes first.
-STORIES_MAX = 20_000
+#: Objects with a story; peers name things, so this must have a bound. Once there are so many more, those go of which
+#: nothing was told for longest.
+STORIES_MAX, STORIES_SPARE = 20_000, 200
 #: Of an event's words.
 EVENT_CHARS_MAX = 500
 
@@ -65,8 +66,10 @@ class Turn:
         story = stories.setdefault(subject, [])
         story.append(StoryLine(self.now, what))
         del story[:-STORY_LENGTH_MAX]
-        if len(stories) > STORIES_MAX:
-            del stories[next(iter(stories))]
+        if len(stories) > STORIES_MAX + STORIES_SPARE:
+            oldest = sorted(stories, key=lambda each: (stories[each][-1].at, each))
+            for each in oldest[:-STORIES_MAX]:
+                del stories[each]
         if loudly:
             self.effects.append(Note(subject, what))
 

@@ -47,7 +47,7 @@ from benchmarks.truth.spread import estimate
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.experiment import Experiment, settings_of
-from simulator.figures.results import gangs, summary
+from simulator.figures.results import gang_span, gangs, summary
 from simulator.profiles import built_in
 from simulator.run import simulate
 from simulator.workload import Workload, gpu_seconds, load
@@ -77,7 +77,7 @@ class Cell(Struct, frozen=True):
 class Wait(Struct, frozen=True):
     """How long the apps of a class of gangs waited for their first GPUs at most; None if none started."""
 
-    gang_max: int
+    gangs: str  #: such as ``3-4``
     apps: int
     longest_s: float | None
 
@@ -98,7 +98,7 @@ class Outcome(Struct, frozen=True):
     preemptions: int
     unfinished: int
     cpu_s: float
-    waits: tuple[Wait, ...] = ()
+    waits: tuple[Wait, ...]
 
 
 class Plan(Struct, frozen=True):
@@ -173,7 +173,7 @@ def _simulated(cell: Cell) -> Outcome:
         preemptions=whole["preemptions"],
         unfinished=whole["jobs_unfinished"],
         cpu_s=found.cpu_s,
-        waits=tuple(Wait(row["gang_max"], row["apps"], row["max_wait_s"]) for row in gangs(found)),
+        waits=tuple(Wait(gang_span(row), row["apps"], row["max_wait_s"]) for row in gangs(found)),
     )
 
 
@@ -331,7 +331,7 @@ def waits(plan: Plan, _: Pair) -> Part:
     found = {policy: run(Cell("philly", policy, seed, contention, plan.days)) for policy in plan.policies}
     classes = next(iter(found.values())).waits
     columns = (
-        "policy", *(f"{each.apps} apps, gangs of {_span(each.gang_max)}" for each in classes), "greatest rho",
+        "policy", *(f"{each.apps} apps, gangs of {each.gangs}" for each in classes), "greatest rho",
         "mean JCT h", "preemptions", "unfair intervals",
     )  # fmt: skip
     rows = tuple(
@@ -350,10 +350,6 @@ def waits(plan: Plan, _: Pair) -> Part:
 
 def _hours(wait: Wait) -> str:
     return "none started" if wait.longest_s is None else f"{wait.longest_s / 3600.0:.1f}"
-
-
-def _span(gang_max: int) -> str:
-    return f"{gang_max // 2 + 1} to {gang_max}" if gang_max > 2 else str(gang_max)
 
 
 PARTS = {"fairness": fairness, "tenants": tenants, "silence": silence, "waits": waits}

@@ -527,7 +527,7 @@ def _gangs(run: Run) -> str:
 
     rows = [
         (
-            _span(row),
+            results.gang_span(row),
             str(row["apps"]),
             str(row["apps_started"]),
             *(number(row[name], 1) for name in ("avg_wait_s", "max_wait_s", "avg_jct_s")),
@@ -536,11 +536,6 @@ def _gangs(run: Run) -> str:
         for row in results.gangs(run)
     ]
     return table(("GANG", "APPS", "STARTED", "AVG WAIT", "MAX WAIT", "AVG JCT", "MAX RHO"), rows)
-
-
-def _span(gangs: Figures) -> str:
-    least, most = gangs["gang_min"], gangs["gang_max"]
-    return str(most) if least == most else f"{least}-{most}"
 
 
 def _two_columns(rows: Sequence[tuple[str, str]]) -> list[str]:
@@ -568,13 +563,11 @@ def _longest_waits(runs: Sequence[Run]) -> str:
     from simulator.figures import results
 
     found = [results.gangs(run) for run in runs]
-    lines = [(run.policy, *map(_longest_wait, gangs)) for run, gangs in zip(runs, found, strict=True)]
-    return table(("POLICY", *(f"GANG {_span(row)}" for row in found[0])), lines)
-
-
-def _longest_wait(gangs: Figures) -> str:
-    without = gangs["apps"] - gangs["apps_started"]
-    return number(gangs["max_wait_s"], 0) + (f" ({without} never)" if without else "")
+    lines = [
+        (run.policy, *(number(row["max_wait_s"], 0) + results.apps_never_started(row) for row in gangs))
+        for run, gangs in zip(runs, found, strict=True)
+    ]
+    return table(("POLICY", *(f"GANG {results.gang_span(row)}" for row in found[0])), lines)
 
 
 def comparison(runs: Sequence[Run], summaries: Sequence[Figures]) -> Mapping[str, Any]:

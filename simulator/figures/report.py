@@ -126,12 +126,13 @@ def _figures(runs: Sequence[Run], summaries: Sequence[Figures]) -> str:
 def _waits(runs: Sequence[Run]) -> str:
     """Return the table of waits: a row per policy, a column per class of gangs."""
     found = [results.gangs(run) for run in runs]
-    headings = [f"{row['gang_min']} to {row['gang_max']} GPUs [h]" for row in (found[0] if found else ())]
-    rows = [
-        [escape(run.policy), *(figure_text(row["max_wait_s"], 2, HOUR_S) for row in gangs)]
-        for run, gangs in zip(runs, found, strict=True)
-    ]
+    headings = [f"gang of {results.gang_span(row)} [h]" for row in (found[0] if found else ())]
+    rows = [[escape(run.policy), *map(_longest_wait, gangs)] for run, gangs in zip(runs, found, strict=True)]
     return _table(["policy", *headings], rows)
+
+
+def _longest_wait(gangs: Figures) -> str:
+    return figure_text(gangs["max_wait_s"], 2, HOUR_S) + results.apps_never_started(gangs)
 
 
 # --- distributions ----------------------------------------------------------------------------------------------------

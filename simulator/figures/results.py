@@ -206,13 +206,14 @@ def finished(run: Run) -> list[AppRow]:
 def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
     """Return the figures of one run.
 
-    Times and rho are those of apps that finished; a figure without values is None. `utilisation` is useful GPU time
+    Times and rho are those of apps that finished, but for `max_wait_s`, which is of all that started; a figure without
+    values is None. `utilisation` is useful GPU time
     over the cluster's GPU time until the last end. `max_rho` and its like have a twin ``_cut`` over apps that run for
     `min_duration_s` alone, and a twin ``_uniform`` by the definition that all peers can be held to (`uniform_rho`).
     """
     done = finished(run)
     firsts = [app.first_percent_s - app.submit_s for app in done if app.first_percent_s is not None]
-    waits = [app.first_start_s - app.submit_s for app in done if app.first_start_s is not None]
+    waits = _waits(done)
     jct = [app.jct_s for app in done if app.jct_s is not None]
     useful = fsum(app.useful_gpu_s for app in run.apps)
     wasted = fsum(app.wasted_gpu_s for app in run.apps)
@@ -225,7 +226,7 @@ def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
         "p90_jct_s": percentile(jct, 90),
         "p99_jct_s": percentile(jct, 99),
         "avg_wait_s": mean(waits),
-        "max_wait_s": max(waits, default=None),
+        "max_wait_s": max(_waits(run.apps), default=None),
         "avg_first_percent_s": mean(firsts),
         "p50_first_percent_s": percentile(firsts, 50),
         "makespan_s": makespan,
@@ -381,8 +382,24 @@ def gangs(run: Run) -> list[Figures]:
     return [_gangs(2**power, apps[power]) for power in sorted(apps)]
 
 
+def gang_span(gangs: Figures) -> str:
+    """Return the gangs of a class in words: ``1``, ``3-4``."""
+    least, most = gangs["gang_min"], gangs["gang_max"]
+    return str(most) if least == most else f"{least}-{most}"
+
+
+def apps_never_started(gangs: Figures) -> str:
+    """Return how many apps of a class never started, in words with a space before them; empty if all did."""
+    without = gangs["apps"] - gangs["apps_started"]
+    return f" ({without} never)" if without else ""
+
+
+def _waits(apps: Iterable[AppRow]) -> list[float]:
+    return [app.first_start_s - app.submit_s for app in apps if app.first_start_s is not None]
+
+
 def _gangs(widest: int, apps: Sequence[AppRow]) -> Figures:
-    waits = [app.first_start_s - app.submit_s for app in apps if app.first_start_s is not None]
+    waits = _waits(apps)
     done = [app for app in apps if app.state == "finished"]
     return {
         "gang_min": widest // 2 + 1,

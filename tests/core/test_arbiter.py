@@ -672,6 +672,24 @@ def test_an_arbiter_that_was_restored_at_any_time_goes_on_like_one_that_was_not(
         assert site.replayed(since, snapshot) == snapshots[-1], since
 
 
+def test_too_many_stories_are_forgotten_alike_by_an_arbiter_that_was_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arbiter.core.turn.STORIES_MAX", 10)
+    monkeypatch.setattr("arbiter.core.turn.STORIES_SPARE", 4)
+    site = Site(SETTINGS)
+    for number in (7, 30, 1, 22, 5, 14, 3, 40, 2, 11, 8, 19):  # not in the order of their names
+        site.app(f"ana-{number}")
+        site.wait(1.0)
+    middle, since = site.arbiter.snapshot(), len(site.journal)
+    site.app("ana-7", state="finished")
+    for number in (50, 9, 27, 4):
+        site.app(f"bob-{number}")
+    stories = site.arbiter.state.stories
+    assert 10 <= len(stories) <= 14
+    assert {"bob-4", "bob-27", "ana-7"} <= stories.keys(), "those of which something was told last are kept"
+    assert "ana-30" not in stories
+    assert site.replayed(since, middle) == site.arbiter.snapshot()
+
+
 @with_auction
 def test_a_story_tells_what_happened_to_an_app() -> None:
     site, gpu = one_app_running(AUCTION)

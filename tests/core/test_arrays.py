@@ -12,6 +12,7 @@ from app_agent.core.host import Accepted, Cancel, Declined, record_of
 from app_agent.core.model import Done, Dropped, Failed, Stopping, Waiting
 from app_agent.core.reporting import ARRAY_INDEX, WAITING_TOLD
 from app_agent.core.spec import AT_ONCE_MAX, array_of, array_text, mistake
+from arbiter.core.arbiter import Arbiter
 from arbiter.core.leases.plans import WHEREABOUTS_MAX
 from arbiter.ledger import Ledger
 from arbiter.queries import Queries
@@ -206,8 +207,10 @@ def test_the_nodes_of_all_jobs_are_remembered_for_their_output() -> None:
         site.play_round(site.app("ana-1", jobs=[wish("ana-1", number, [gpu], attempt=attempt)], array=200))
         site.node("n1", tasks=[task("ana-1", number, [gpu], attempt=attempt)], used=[gpu])
         site.node("n1", tasks=[task("ana-1", number, [gpu], "exited", attempt=attempt, outcome="failed")], used=[])
-        assert f"ana-1.{number}-a{attempt}" in site.arbiter.state.apps[AppId("ana-1")].ran
-    ran = site.arbiter.state.apps[AppId("ana-1")].ran
+        assert site.arbiter.state.apps[AppId("ana-1")].ran[-1] == (f"ana-1.{number}-a{attempt}", "n1")
+    again = Arbiter.restored(site.arbiter.snapshot())
+    assert again.state.apps[AppId("ana-1")].ran == site.arbiter.state.apps[AppId("ana-1")].ran, "in the order of age"
+    ran = dict(site.arbiter.state.apps[AppId("ana-1")].ran)
     assert {f"ana-1.{number}-a1" for number in range(200)} <= ran.keys()
     assert len(ran) <= 200 + WHEREABOUTS_MAX
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.policies.common.gathered import gang_bundles
 from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.seam import AppView, GpuView, TenantView, View
 from protocol.messages import AppId, GpuId, TenantId
@@ -53,7 +56,7 @@ def test_a_gang_whose_tenant_is_not_the_first_gets_the_gpus_that_were_brought_to
     assert wide_gets(view()) == {gpu.gpu for gpu in NODE}
 
 
-@pytest.mark.parametrize(("due", "served"), [(4.0, True), (4.5, False)])
+@pytest.mark.parametrize(("due", "served"), [(4.0, True), (4.000000000000001, True), (4.5, False)])
 def test_a_tenant_that_is_due_more_gpus_than_its_gang_has_waits_for_its_turn(due: float, served: bool) -> None:
     assert bool(wide_gets(view(a_due=due))) is served
 
@@ -76,15 +79,44 @@ def test_what_a_gang_got_counts_for_its_tenant_at_once() -> None:
     assert len(others) == 2
 
 
-def test_an_app_that_holds_gpus_gets_none_in_this_way() -> None:
-    pair = replace(app("pair", A, gang=2), demand_max=4, renewable=tuple(gpu.gpu for gpu in GPUS[4:]))
-    singles = [app(f"s{place}", B, had_s=600.0, gpu=gpu) for place, gpu in enumerate(NODE)]
-    gpus = [replace(gpu, holder=owner.app) for gpu, owner in zip(GPUS, [*singles, pair, pair], strict=True)]
-    made = replace(view_of(gpus, [*singles, pair], {}), tenants={A: tenant(1.0), B: tenant(0.9)})
-    for gathered in (frozenset[GpuId](), frozenset(gpu.gpu for gpu in NODE)):
-        allocation = Astraea().allocate(replace(made, gathered=gathered), {})
-        owners = {gpu.gpu: allocation.assign.get(gpu.gpu) for gpu in NODE}
-        assert owners == {gpu.gpu: single.app for gpu, single in zip(NODE, singles, strict=True)}
+@pytest.mark.parametrize("held", [{"kept": GPUS[4:]}, {"renewable": tuple(gpu.gpu for gpu in GPUS[4:])}])
+def test_an_app_that_holds_gpus_gets_none_in_this_way(held: dict[str, Any]) -> None:
+    pair = replace(app("pair", A, gang=2), demand_max=4)
+    for each, gets in ((pair, True), (replace(pair, **held), False)):
+        assert bool(list(gang_bundles(view(), [each], lambda *_: True))) is gets
+
+
+def test_free_gpus_come_first_and_each_gang_has_gpus_of_its_own() -> None:
+    free = gpus_of(2, first=3)
+    held = [replace(gpu, holder=AppId("s0")) for gpu in gpus_of(2)]
+    made = replace(view_of([*held, *free], [app("s0", B)], {}), gathered=frozenset(gpu.gpu for gpu in (*held, *free)))
+    pairs = [app(name, A, gang=2) for name in ("p0", "p1", "p2")]
+    found = [(each.app, bundle) for each, bundle in gang_bundles(made, pairs, lambda *_: True)]
+    assert found == [("p0", tuple(free)), ("p1", tuple(held))]
+    assert [each.app for each, _ in gang_bundles(made, pairs, lambda *_: False)] == ["p0"], "free GPUs are no loss"
+
+
+def test_the_gang_gets_the_gpus_that_were_brought_together_and_no_others() -> None:
+    other = gpus_of(4, first=7)
+    more = [app(f"m{place}", A, had_s=600.0, gpu=gpu) for place, gpu in enumerate(other)]
+    base = view()
+    gpus = [*base.gpus, *(replace(gpu, holder=each.app) for gpu, each in zip(other, more, strict=True))]
+    made = replace(base, gpus=tuple(gpus), apps=(*base.apps, *more))
+    assert wide_gets(made) == {gpu.gpu for gpu in NODE}
+    others = replace(made, gathered=frozenset(gpu.gpu for gpu in other))
+    assert wide_gets(others) == {gpu.gpu for gpu in other}
+
+
+def test_what_one_gang_got_counts_before_the_next_gang_of_its_tenant() -> None:
+    more = gpus_of(4, first=7)
+    singles = [app(f"m{place}", B, had_s=600.0, gpu=gpu) for place, gpu in enumerate(more)]
+    second = app("wide2", A, gang=4)
+    base = view(a=1.06, a_due=4.0)
+    gpus = [*base.gpus, *(replace(gpu, holder=each.app) for gpu, each in zip(more, singles, strict=True))]
+    gathered = base.gathered | {gpu.gpu for gpu in more}
+    made = replace(base, gpus=tuple(gpus), apps=(*base.apps, *singles, second), gathered=gathered)
+    served = {owner for owner in Astraea().allocate(made, {}).assign.values() if owner.startswith("wide")}
+    assert served == {"wide"}, "its tenant has had more than 1.05 times what is fair with the first"
 
 
 def test_in_its_own_tenant_the_gang_must_come_before_the_apps_that_have_them() -> None:
@@ -94,10 +126,17 @@ def test_in_its_own_tenant_the_gang_must_come_before_the_apps_that_have_them() -
 
 def test_the_others_keep_what_is_left_and_each_is_told_why() -> None:
     allocation = Astraea().allocate(view(), {})
-    assert {owner for gpu, owner in allocation.assign.items() if gpu not in {each.gpu for each in NODE}} <= {
-        AppId("s0"), AppId("s1"), AppId("s2"), AppId("s3"), AppId("s4"), AppId("s5")
-    }  # fmt: skip
-    assert len(allocation.assign) == len(GPUS)
+    rest = {gpu.gpu: allocation.assign[gpu.gpu] for gpu in GPUS[4:]}
+    assert rest == {"g01-00": "s1", "g01-01": "s3"}, "the other tenant comes first, and its apps by arrival"
     told = {outcome.app: outcome.reason for outcome in allocation.outcomes}
     assert told.keys() == {AppId("wide"), *(AppId(f"s{place}") for place in range(6))}
-    assert "it can use" not in told[AppId("wide")], "it has all it wants"
+    assert told[AppId("wide")].endswith(": gets 4 GPUs, as leases were brought to one end for a gang like its own")
+    assert "for a gang" not in told[AppId("s1")]
+
+
+def test_the_published_rule_has_no_such_turns() -> None:
+    class AsPublished(Astraea):
+        until_fair = False
+
+    allocation = AsPublished().allocate(view(), {})
+    assert "wide" not in allocation.assign.values()

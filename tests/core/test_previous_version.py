@@ -41,6 +41,8 @@ def formerly(raw: Any) -> Any:
     if not isinstance(raw, dict):
         return raw
     fields = {name: formerly(value) for name, value in raw.items()}
+    if "ran" in fields:
+        fields["ran"] = dict(sorted(fields["ran"]))
     if "policies" in fields:
         moved = {"fairness_knob": 0.5, "trial_share": fields.pop("interactive_share"), "trial_s": 7.0, "reasons_max": 3}
         fields |= {"policy_settings": moved, "classes": ["batch", "trial"], "gather_leases": 2.0}
@@ -118,3 +120,14 @@ def test_events_that_the_version_before_left_in_a_journal_are_read(tmp_path: Pat
 def test_what_is_in_neither_form_is_refused(wrong: dict[str, object]) -> None:
     with pytest.raises(msgspec.ValidationError):
         AppHost.restore(msgspec.msgpack.encode({"apps": {"a": {"spec": wrong}}}))
+
+
+def test_where_tasks_ran_was_a_mapping_by_name_and_is_read_in_the_order_of_attempts_and_parts() -> None:
+    named = {"a.0-a10": "n3", "a.0-a10.1": "n1", "a.0-a9": "n2", "a.1-a0": "n4"}
+    (app,) = previous_version.decode(msgspec.msgpack.encode([{"ran": named}]), list[_Ran])
+    assert app.ran == (("a.0-a9", "n2"), ("a.0-a10", "n3"), ("a.0-a10.1", "n1"), ("a.1-a0", "n4"))
+    assert previous_version.decode(msgspec.msgpack.encode([app]), list[_Ran]) == [app]
+
+
+class _Ran(msgspec.Struct, frozen=True):
+    ran: tuple[tuple[str, str], ...]

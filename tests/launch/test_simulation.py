@@ -209,6 +209,8 @@ def test_compare_always_has_the_reference_line(trace: Path, tmp_path: Path) -> N
     assert re.search(r"^backfill +0 +100$", text, re.MULTILINE)
     assert [row["max_wait_s"] for row in answer["runs"][1]["gangs"]] == [0.0, 100.0]
     assert "<h2>Longest wait for the first GPUs, by gang</h2>" in html.read_text()
+    assert '<th scope="col">gang of 2 [h]</th>' in html.read_text()
+    assert '<th scope="row">fifo</th><td>0.04</td><td>0.03</td>' in html.read_text()
     assert "three on 1x2, 2 GPUs, seed 0" in text
     again = document("compare", trace, "--cluster", "1x2", "--policies", "fluid-fair-share,fifo", "--overheads", "none")
     assert [one["policy"] for one in again["runs"]] == ["fifo", "fluid-fair-share"]

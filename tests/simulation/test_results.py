@@ -190,7 +190,12 @@ def test_waits_are_told_by_gang() -> None:
         (10.0, 1.0),
         (None, None),
     ]
-    assert results.summary(run)["max_wait_s"] == 100.0  # of apps that finished
+    assert [results.gang_span(row) for row in (narrow, middle, wide)] == ["1", "3-4", "5-8"]
+    assert [results.apps_never_started(row) for row in (narrow, middle, wide)] == ["", "", " (1 never)"]
+    assert results.summary(run)["max_wait_s"] == 100.0
+    late = app_row("late", gpus=4, first_start_s=500.0, state="unfinished", finish_s=None, jct_s=None, rho=None)
+    assert results.summary(run_of([*apps, late], []))["max_wait_s"] == 500.0, "also of those that did not end"
+    assert results.summary(run_of([*apps, late], []))["avg_wait_s"] == pytest.approx((5.0 + 15.0 + 100.0) / 3)
 
 
 def test_of_nothing_there_are_no_figures() -> None:

@@ -455,7 +455,7 @@ def note_ordered(turn: Turn, node: model.Node, plan: NodePlan) -> None:
 
 def _tell_start(turn: Turn, task: Task) -> None:
     """Record the first attempt of a job as its start, and any other by where the one before it was."""
-    ran = turn.state.apps[task.app].ran.items()
+    ran = turn.state.apps[task.app].ran
     parts = (f"{task.job}-a{task.attempt}", f"{task.job}-a{task.attempt}.")
     earlier = [
         node
@@ -471,12 +471,12 @@ def _tell_start(turn: Turn, task: Task) -> None:
 
 def _note_whereabouts(turn: Turn, task: Task) -> None:
     app = turn.state.apps[task.app]
-    ran = {**app.ran, task.id: task.node}
+    ran = [*app.ran, (task.id, task.node)]
     if len(ran) > WHEREABOUTS_MAX + app.array:
-        newest = {known.rpartition("-a")[0]: known for known in ran}
-        earlier = (known for known in ran if newest[known.rpartition("-a")[0]] != known)
-        del ran[next(earlier, next(iter(ran)))]
-    turn.state.apps[app.id] = replace(app, ran=ran)
+        newest = {known.rpartition("-a")[0]: known for known, _ in ran}
+        earlier = (number for number, (known, _) in enumerate(ran) if newest[known.rpartition("-a")[0]] != known)
+        del ran[next(earlier, 0)]
+    turn.state.apps[app.id] = replace(app, ran=tuple(ran))
 
 
 class _OrderBody(Struct, array_like=True):

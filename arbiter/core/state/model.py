@@ -451,7 +451,8 @@ class App(Struct, frozen=True):
     steps_lost: int = 0
     suspensions: int = 0
     metrics: dict[str, float] = {}
-    ran: dict[TaskId, NodeId] = {}  #: its newest tasks and where their output is
+    #: Its newest tasks and where their output is, oldest first. Pairs, as a snapshot sorts a mapping by its keys.
+    ran: tuple[tuple[TaskId, NodeId], ...] = ()
     had: dict[GpuId, float] = {}  #: GPUs whose leases ended, and when, as long as it may not have heard so
     holdings_seq: int = 0
     holdings_digest: str = ""

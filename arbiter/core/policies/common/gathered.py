@@ -10,7 +10,7 @@ own order, and as far as it finds each of them worse off than the apps that have
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from arbiter.core.placement.assignment import Holes, pick
 from arbiter.core.seam import AppView, GpuView, View
@@ -19,10 +19,13 @@ from protocol.messages import AppId
 Bundles = Mapping[AppId, tuple[GpuView, ...]]
 
 
-def gang_bundles(view: View, order: Iterable[AppView], precedes: Callable[[AppView, AppView], bool]) -> Bundles:
-    """Return the GPUs that were brought together and go to gangs, by app.
+def gang_bundles(
+    view: View, order: Iterable[AppView], is_worse_off: Callable[[AppView, AppView], bool]
+) -> Iterator[tuple[AppView, tuple[GpuView, ...]]]:
+    """Yield the apps that get GPUs which were brought together, one after the other, with these GPUs.
 
-    An app that holds GPUs already gets none in this way, nor does one whose gang is of one GPU.
+    An app that holds GPUs already gets none in this way, nor does one whose gang is of one GPU. GPUs that no app has
+    come first.
 
     Parameters
     ----------
@@ -30,18 +33,18 @@ def gang_bundles(view: View, order: Iterable[AppView], precedes: Callable[[AppVi
         The round.
     order
         The apps that may be served, in the order of their turns.
-    precedes
-        Whether the first app is worse off than the second, which has some of the GPUs that the first would get.
+    is_worse_off
+        Whether the first app is worse off than the second, which has some of the GPUs that the first would get; it is
+        asked after all that was yielded before.
     """
     holders = {app.app: app for app in view.apps}
     left = {gpu.gpu: gpu for gpu in view.gpus if gpu.gpu in view.gathered}
-    found: dict[AppId, tuple[GpuView, ...]] = {}
     for app in order:
         if not 1 < app.gang <= min(app.want, len(left)) or app.kept or app.renewable:
             continue
-        bundle = pick(Holes(app.usable(left.values())), app, app.gang)
-        if bundle and all(precedes(app, holders[gpu.holder]) for gpu in bundle if gpu.holder in holders):
-            found[app.app] = tuple(bundle)
+        departures = {gpu.gpu: 1 for gpu in left.values() if gpu.holder in holders}
+        bundle = pick(Holes(app.usable(left.values()), departures), app, app.gang)
+        if bundle and all(is_worse_off(app, holders[gpu.holder]) for gpu in bundle if gpu.holder in holders):
             for gpu in bundle:
                 del left[gpu.gpu]
-    return found
+            yield app, tuple(bundle)

@@ -53,6 +53,7 @@ class Selection:
         self.stopped: dict[AppId, str] = {}  #: why the policy lets apps have nothing, where it is no lack of GPUs
         self.served: dict[AppId, AppView] = {}  #: apps that have taken GPUs in play, own ones or others
         self.moved: set[AppId] = set()  #: apps that got other GPUs to lie closer together
+        self.gathered: set[AppId] = set()  #: apps that got GPUs which were brought together for a gang
         self.own: dict[AppId, tuple[GpuId, ...]] = {}  #: GPUs in play that an app keeps
         self.fresh: dict[AppId, list[GpuId]] = {}  #: GPUs that an app got and did not hold; once all is settled
         self._view = view
@@ -82,6 +83,14 @@ class Selection:
         if not taken and app.renewable and not self._count.get(app.app):
             self._pass_over(app)
         return taken
+
+    def give_gathered(self, app: AppView, bundle: Sequence[GpuView]) -> None:
+        """Let `app` have these very GPUs, which were brought together for a gang, and are for no app yet."""
+        self.deal.give(app.app, bundle)
+        self.left -= len(bundle)
+        self._count[app.app] = self._count.get(app.app, 0) + len(bundle)
+        self.served[app.app] = app
+        self.gathered.add(app.app)
 
     def _stays(self, app: AppView) -> bool:
         """Let `app` go on as it is, if it holds all it wants and lies well, as most running apps do."""
@@ -424,7 +433,9 @@ class _Words:
         if own or fresh:
             parts = [f"keeps the {gpus(own)} it holds"] * bool(own) + [f"gets {gpus(fresh)}"] * bool(fresh)
             closer = ", to lie closer together" if app.app in self._selection.moved else ""
-            return f"{line}: {' and '.join(parts)}{closer}{losses_}"
+            brought = app.app in self._selection.gathered
+            gathered = ", as leases were brought to one end for a gang like its own" if brought else ""
+            return f"{line}: {' and '.join(parts)}{closer}{gathered}{losses_}"
         return f"{line}: {self._why_nothing(app)}{losses_}"
 
     def _why_nothing(self, app: AppView) -> str:

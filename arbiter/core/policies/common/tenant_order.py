@@ -158,7 +158,7 @@ def tenant_by_tenant(
     """
     queues: dict[TenantId, list[tuple[Place, int]]] = {}
     for arrival, app in enumerate(view.apps):
-        if app.wants:
+        if selection.has(app) < app.demand_max:
             queues.setdefault(app.tenant, []).append((place(app), arrival))
     for queue in queues.values():
         heapify(queue)

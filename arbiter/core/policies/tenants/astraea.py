@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from arbiter.core.policies.common.gathered import gang_bundles
 from arbiter.core.policies.common.ordered import Pick, Ranked, Selection
-from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, SLACK, Standings, tenant_by_tenant
 from arbiter.core.seam import AppView, Traits, View
 
 
@@ -46,8 +46,9 @@ class Astraea(Ranked):
     def turns(self, view: View, order: Sequence[AppView], selection: Selection) -> Iterator[Pick]:
         """Yield turns as the two algorithms choose them."""
         standings = self._standings(view)
-        yield from _gangs_first(view, order, selection, standings)
-        yield from tenant_by_tenant(view, selection, standings, standings.place_of_app)
+        if self.until_fair and view.gathered:
+            _give_gathered(view, order, selection, standings)
+        return tenant_by_tenant(view, selection, standings, standings.place_of_app)
 
     def figures(self, view: View) -> Callable[[AppView], str]:
         """Return what says both indices."""
@@ -65,22 +66,17 @@ class Astraea(Ranked):
         return Standings(view, today_first=True, by_quota=self.by_quota, until_fair=self.until_fair)
 
 
-def _gangs_first(view: View, order: Sequence[AppView], selection: Selection, standings: Standings) -> Iterator[Pick]:
-    """Yield the turns of the gangs that get GPUs which were brought together."""
-    if not view.gathered:
-        return
-    tenants = {tenant: standings.place_of_tenant(tenant)[0] for tenant in {app.tenant for app in view.apps}}
+def _give_gathered(view: View, order: Sequence[AppView], selection: Selection, standings: Standings) -> None:
+    """Give the GPUs that were brought together to gangs, where that is their turn by the rule above."""
     places = {app.app: standings.place_of_app(app) for app in view.apps}
 
-    def precedes(app: AppView, holder: AppView) -> bool:
+    def is_worse_off(app: AppView, holder: AppView) -> bool:
         if app.tenant == holder.tenant:
             return places[app.app] < places[holder.app]
-        return tenants[app.tenant] < ENOUGH_TENANT or tenants[holder.tenant] >= ENOUGH_TENANT
+        own, other = (standings.place_of_tenant(each.tenant)[0] for each in (app, holder))
+        return own < ENOUGH_TENANT or other >= ENOUGH_TENANT
 
-    wide = [app for app in order if app.gang >= standings.due_gpus(app.tenant)]
-    given = gang_bundles(view, wide, precedes)
-    for app in wide:
-        if app.app in given:
-            before = selection.left
-            yield app, app.gang
-            standings.deal(app, before - selection.left)
+    wide = [app for app in order if app.gang >= standings.due_gpus(app.tenant) - SLACK]
+    for app, bundle in gang_bundles(view, wide, is_worse_off):
+        selection.give_gathered(app, bundle)
+        standings.deal(app, len(bundle))

@@ -33,11 +33,12 @@ def bundles(view: View, bids: Mapping[AppId, Bid], rho_of: Callable[[AppView], f
         Returns the rho by which an app comes to bid; it must have told one.
     """
     bidders = [app for app in view.apps if app.app in bids and app.app in view.rhos and bids[app.app].rows]
-    order = [_as_bid(app, bids[app.app]) for app in sorted(bidders, key=lambda app: (-rho_of(app), app.app))]
-    return gang_bundles(view, order, lambda app, holder: holder.app not in view.rhos or rho_of(holder) < rho_of(app))
+    order = [_bidder_view(app, bids[app.app]) for app in sorted(bidders, key=lambda app: (-rho_of(app), app.app))]
+    found = gang_bundles(view, order, lambda app, holder: holder.app not in view.rhos or rho_of(holder) < rho_of(app))
+    return {app.app: bundle for app, bundle in found}
 
 
-def _as_bid(app: AppView, bid: Bid) -> AppView:
+def _bidder_view(app: AppView, bid: Bid) -> AppView:
     """Return `app`, bound to those of its GPUs that its bid named, if it named some."""
     if bid.only is None:
         return app
