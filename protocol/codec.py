@@ -77,7 +77,7 @@ def _examined(data: bytes) -> Envelope:
             raise WireError(f"version {version!r} is not {VERSION}; upgrade the older of the two daemons")
         body = raw.get("body")
         if isinstance(body, dict) and body.get("type") == "AppReport" and "requirements" not in body:
-            raw["body"] = previous_version.with_requirements(body)
+            raw["body"] = previous_version.converted(body)
         envelope = msgspec.convert(raw, Envelope, builtin_types=(bytes,))
     except (ValueError, msgpack.UnpackException, msgspec.ValidationError, RecursionError, TypeError) as error:
         raise WireError(f"not a message of this protocol: {error}") from error

@@ -31,17 +31,17 @@ def decode(packed: bytes, kind: type[KindT] | msgspec.msgpack.Decoder[KindT]) ->
     try:
         return decoder.decode(packed)
     except msgspec.ValidationError:
-        return decoder.decode(msgspec.msgpack.encode(with_requirements(msgspec.msgpack.decode(packed))))
+        return decoder.decode(msgspec.msgpack.encode(converted(msgspec.msgpack.decode(packed))))
 
 
-def with_requirements(raw: Any) -> Any:
-    """Return a value, decoded without types, in which each app's wishes are gathered as `requirements`."""
+def converted(raw: Any) -> Any:
+    """Return a value, decoded without types, in today's form."""
     if isinstance(raw, list):
-        return [with_requirements(item) for item in raw]
+        return [converted(item) for item in raw]
     if not isinstance(raw, dict):
         return raw
     # The settings of policies have other names today; the arbiter is told all of them anew at each start.
-    fields = {name: with_requirements(value) for name, value in raw.items() if name != "policy_settings"}
+    fields = {name: converted(value) for name, value in raw.items() if name != "policy_settings"}
     if isinstance(fields.get("classes"), list):
         fields["classes"] = [_KINDS.get(name, name) for name in fields["classes"]]
     if isinstance(fields.get("ran"), dict):

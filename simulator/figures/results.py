@@ -206,10 +206,10 @@ def finished(run: Run) -> list[AppRow]:
 def summary(run: Run, min_duration_s: float = MIN_DURATION_S) -> Figures:
     """Return the figures of one run.
 
-    Times and rho are those of apps that finished, but for `max_wait_s`, which is of all that started; a figure without
-    values is None. `utilisation` is useful GPU time
-    over the cluster's GPU time until the last end. `max_rho` and its like have a twin ``_cut`` over apps that run for
-    `min_duration_s` alone, and a twin ``_uniform`` by the definition that all peers can be held to (`uniform_rho`).
+    Times and rho are those of apps that finished; `max_wait_s` is that of all that started. A figure without values is
+    None. `utilisation` is useful GPU time over the cluster's GPU time until the last end. `max_rho` and its like have
+    a twin ``_cut`` over apps that run for `min_duration_s` alone, and a twin ``_uniform`` by the definition that all
+    peers can be held to (`uniform_rho`).
     """
     done = finished(run)
     firsts = [app.first_percent_s - app.submit_s for app in done if app.first_percent_s is not None]

@@ -11,8 +11,8 @@ must not have had more than what is fair while the tenants that have the GPUs no
 gang must come before the apps that have them.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
-The indices that are compared are those at the end of the leases to be dealt, and fair is enough (see `tenant_order`);
-both are our choice, as is the rule for gangs; the second is taken back with `until_fair` off.
+The indices that are compared are those at the end of the leases to be dealt, fair is enough (see `tenant_order`), and
+gangs have their rule. All three are our choice; the last two are taken back with `until_fair` off.
 """
 
 from __future__ import annotations
