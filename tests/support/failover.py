@@ -175,11 +175,13 @@ class Pair(Cluster):
 
     def wait_paired(self) -> None:
         """Wait until one arbiter leads and the other one follows, and waits to lead: the broker counts both."""
-        limit_s = 3 * PATIENCE_S  # a start takes seconds of a core
-        until(lambda: self._readers() == len(HOSTS), "a standby follows", self.ends_of_logs, within_s=limit_s)
+        self._wait_readers(len(HOSTS), "a standby follows", within_s=3 * PATIENCE_S)  # a start takes seconds of a core
+
+    def _wait_readers(self, count: int, what: str, within_s: float = PATIENCE_S) -> None:
+        """Wait until so many arbiters lead or wait to, by the broker's word, which may be some seconds old."""
+        until(lambda: self._readers() == count, what, self.ends_of_logs, within_s=within_s)
 
     def _readers(self) -> int:
-        """How many arbiters lead or wait to, by the broker's word; one that it has dropped is no reader."""
         words = ("list_queues", "--vhost", self.vhost, "--formatter", "json", "--quiet", "name", "consumers")
         queues = json.loads(self.broker.control(*words))
         return sum(int(queue["consumers"]) for queue in queues if queue["name"] == LEADER)
@@ -232,6 +234,8 @@ class Pair(Cluster):
         end()
         self.submit_small()
         until(lambda: bool(self._decided(follower, epoch)), "the next leader decides", self.ends_of_logs)
+        # Else the former leader would be counted as the standby, and the next one be killed without one.
+        self._wait_readers(len(HOSTS) - 1, "the broker no longer counts the former leader")
         led_at, decided_at = self._decided(follower, epoch)
         return Failover(led_at - ended_at, decided_at - ended_at)
 
