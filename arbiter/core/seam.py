@@ -196,6 +196,11 @@ class AppView(Struct, frozen=True):
         return self.spans and max((self.gang, *self.sizes)) > 1
 
     @property
+    def had_none(self) -> bool:
+        """Whether it has had no GPU so far, and is promised none."""
+        return self.allocated == (0.0, 0.0) and not (self.leases or self.kept or self.renewable)
+
+    @property
     def bound(self) -> bool:
         """Whether it can use certain GPUs only because its jobs are parked, and can go on on no others."""
         return self.only is not None and not self.by_kind

@@ -4,8 +4,8 @@ Long-term GPU-time fairness of every policy on two weeks of Philly with its tena
 2021; PAPERS.md section 4), by the cores that run live, in virtual time. Parts:
 
 *policies*: `astraea` beside what the paper compares it with, as it is published (a surplus counts), with its quota
-variant, and `themis` with tenants first, at each load; *lease*: the length of leases; *wide*: one gang of half of 4
-nodes of 8 among jobs of one GPU, with and without aligned leases, under policies with leases.
+variant, by Karma's credits, and `themis` with tenants first, at each load; *lease*: the length of leases; *wide*: one
+gang of half of 4 nodes of 8 among jobs of one GPU, with and without aligned leases, under policies with leases.
 
 LTGF is GPU time had over GPU time that was fair, so 1 or more is fair. A job's is that within its tenant (Eq. 15), up
 to its end; a tenant's is looked at every 15 minutes, by all that it has had since the beginning over min(demand, quota)
@@ -38,9 +38,10 @@ from msgspec.structs import replace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # run as a script, the repository is not on the path
 
+from arbiter.core.policies.common.tenant_order import Standings
 from arbiter.core.policies.tenants.astraea import Astraea
 from arbiter.core.registry import POLICIES, Entry, tables
-from arbiter.core.seam import Policy
+from arbiter.core.seam import Policy, TenantView, View
 from arbiter.core.state.gpu_time import TenantTerms
 from arbiter.core.state.model import ArbiterSettings
 from benchmarks.papers.document import Claim, Memory, Report, Table, arguments, keeping, report_of, show
@@ -90,16 +91,36 @@ class ByQuota(Astraea):
     by_quota = True
 
 
+class _Credits(Standings):
+    def of_tenant(self, tenant: TenantId) -> float:
+        """Return the GPU time that a tenant has had beyond what it has earned, at the end of the lease."""
+        earned_gpu_s, quota = self._due(tenant)
+        lease_s = self._view.lease_s
+        had = self._view.tenants.get(tenant, TenantView()).allocated_gpu_s
+        return had - earned_gpu_s + (self._counted[tenant] - quota) * lease_s
+
+
+class ByCredits(AsPublished):
+    """The tenant with the most credits first: it earns its quota, used or not, and pays for all GPU time that it has.
+
+    *Source:* Karma (OSDI 2023) without guaranteed slices (alpha = 0). There is no bound on what a tenant may owe.
+    """
+
+    def _standings(self, view: View) -> Standings:
+        return _Credits(view, today_first=True, by_quota=True, until_fair=False)
+
+
 ASTRAEA = Mode("astraea", "astraea")
 STRICT = Mode("astraea, as published", "astraea")
 QUOTA = Mode("astraea, quota variant", "astraea")
+CREDITS = Mode("astraea, by credits", "astraea")
 THEMIS = Mode("themis", "themis")
 TENANTS = Mode("themis, tenants first", "themis", tenants_first=True)
 #: What has a class of its own in the place of the policy's.
-VARIANTS: dict[str, type[Policy]] = {STRICT.name: AsPublished, QUOTA.name: ByQuota}
+VARIANTS: dict[str, type[Policy]] = {STRICT.name: AsPublished, QUOTA.name: ByQuota, CREDITS.name: ByCredits}
 YARN = Mode("yarn-cs", "yarn-cs")
 OTHERS = (THEMIS, YARN, *(Mode(name, name) for name in ("hived", "allox", "gandiva-fair", "las")))
-MODES = (ASTRAEA, STRICT, QUOTA, *OTHERS, TENANTS)
+MODES = (ASTRAEA, STRICT, QUOTA, CREDITS, *OTHERS, TENANTS)
 
 
 class Case(Struct, frozen=True):

@@ -262,7 +262,9 @@ def _traits(dice: Random) -> NodeTraits:
 def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
         policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
-        policies=_of_policies(dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0))),
+        policies=_of_policies(
+            dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0)), (10.0, 60.0)[seed // 3 % 2]
+        ),
         solver_budget_ms=100.0,
         admins=(OwnerId(ADMIN.id),),
         interactive_share=0.5,
@@ -282,7 +284,7 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
     )
 
 
-def _of_policies(fairness_knob: float, threshold_gpu_s: float) -> dict[str, dict[str, Setting]]:
+def _of_policies(fairness_knob: float, threshold_gpu_s: float, start_within_s: float) -> dict[str, dict[str, Setting]]:
     """Return policies' settings that fit worlds of minutes: each field here, for every policy that has it.
 
     `leftover` is not "idle": where bidders want a GPU about equally, it can be idle in every round.
@@ -291,6 +293,7 @@ def _of_policies(fairness_knob: float, threshold_gpu_s: float) -> dict[str, dict
         "fairness_knob": fairness_knob,
         "leftover": "bidders",
         "threshold_gpu_s": threshold_gpu_s,
+        "start_within_s": start_within_s,
         "slot_s": 20.0,
     }
     return {

@@ -119,9 +119,9 @@ def test_what_one_gang_got_counts_before_the_next_gang_of_its_tenant() -> None:
     assert served == {"wide"}, "its tenant has had more than 1.05 times what is fair with the first"
 
 
-def test_in_its_own_tenant_the_gang_must_come_before_the_apps_that_have_them() -> None:
-    assert wide_gets(view(wide_had_s=50.0)) != set()
-    assert wide_gets(view(wide_had_s=70.0)) == set()
+def test_a_gang_that_has_had_gpus_before_waits_for_its_turn() -> None:
+    assert wide_gets(view(wide_had_s=0.0)) != set()
+    assert wide_gets(view(wide_had_s=1.0)) == set()
 
 
 def test_the_others_keep_what_is_left_and_each_is_told_why() -> None:

@@ -27,7 +27,7 @@ from arbiter.core.policies.common.ordered import Pick, Selection
 from arbiter.core.seam import AppView, TenantView, View
 from protocol.messages import AppId, TenantId
 
-Place = TypeVar("Place", float, tuple[float, bool, float], tuple[bool, float, bool])
+Place = TypeVar("Place", tuple[bool, float], tuple[float, bool, float], tuple[bool, float, bool])
 
 #: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
 ENOUGH_TENANT = 1.05

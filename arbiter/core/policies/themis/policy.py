@@ -18,7 +18,8 @@ an app that has had more than `excess` times the GPU time that it declared comes
 less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
 it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
-GPUs that were brought together for a gang that has waited long go to such a gang, before the auction (`gathered`).
+Before the auction an app that has waited for its first GPUs for `start_within_s` seconds gets a gang (`starts`), and
+GPUs that were brought together for a gang that has waited long go to such a gang (`gathered`).
 
 An app that is silent (no rho, or no bid when it was offered) gets nothing new, but keeps its GPUs if no other app
 takes them: its training goes on without its agent.
@@ -38,14 +39,16 @@ from msgspec.structs import replace
 from arbiter.core.placement.assignment import Deal, gang_place, gpus, losses, shares
 from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
+from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
-from arbiter.core.policies.themis import gathered
+from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, Standings, tenant_by_tenant
+from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
 from arbiter.core.policies.themis.auction.explain import explain
 from arbiter.core.policies.themis.auction.problem import TOLERANCE
 from arbiter.core.policies.themis.auction.solve import FIRST_STEPS, Budget
+from arbiter.core.policies.themis.before_auction import rest_of, with_bundles
 from arbiter.core.seam import (
     Allocation,
     AppView,
@@ -80,11 +83,14 @@ class Settings(PolicySettings, frozen=True):
     tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
     #: An app that has had so many times the GPU time that it declared bids later, as if its rho were less. inf: none.
     excess: float = math.inf
+    #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
+    start_within_s: float = 3600.0
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         require(0.0 <= self.fairness_knob <= 1.0, "fairness_knob", self.fairness_knob, "from 0 to 1")
         require(self.excess > 1.0, "excess", self.excess, "a number above 1")
+        require(self.start_within_s >= 0.0, "start_within_s", self.start_within_s, "0 or more")
         require(self.leftover in LEFTOVER, "leftover", f'"{self.leftover}"', f"one of {', '.join(LEFTOVER)}")
 
 
@@ -123,7 +129,7 @@ class Themis(Policy):
         """Return the tenant whose part each GPU in play is, for all offers of a round."""
         last = self._last_split
         if last is None or not _is_same(last[0], view):
-            last = self._last_split = view, _split(view, self._settings.excess)
+            last = self._last_split = view, _split(view, self._settings)
         return last[1]
 
     def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
@@ -140,17 +146,26 @@ class Themis(Policy):
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
         """Hold the auction, deal the leftovers, and say of every app what it got and why.
 
-        Before it, GPUs that were brought together for a gang go to a gang (`gathered`).
+        Before it, GPUs that were brought together for a gang go to a gang (`gathered`), and apps that have waited long
+        for their first GPUs get a gang (`starts`).
         """
+        within_s = self._settings.start_within_s
+        in_parts = self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1
         if view.gathered:
             may_bid = frozenset(self.bidders(view) if view.offered is None else view.offered)
             invited = {app: bid for app, bid in bids.items() if app in may_bid}
-            given = gathered.bundles(view, invited, partial(_rho, view, excess=self._settings.excess))
+            late = starts.late(view, within_s)
+            if in_parts:
+                standings = Standings(view, today_first=False)
+                late = (app for app in late if standings.of_tenant(app.tenant) < ENOUGH_TENANT)
+            given = gathered.bundles(view, invited, partial(_rho, view, excess=self._settings.excess), late)
             if given:
-                others = {app: bid for app, bid in bids.items() if app not in given}
-                return gathered.with_bundles(view, given, self.allocate(gathered.rest_of(view, given), others, clock))
-        if self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1:
+                return self._with_bundles(view, bids, clock, given)
+        if in_parts:
             return within_tenants(view, bids, clock, self._settings, self._split(view))
+        given = starts.bundles(view, starts.late(view, within_s))
+        if given:
+            return self._with_bundles(view, bids, clock, given)
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
@@ -161,7 +176,7 @@ class Themis(Policy):
         all_told = view.tells
         explaining = Budget.of(EXPLAINING * budget_ms if all_told and view.explains else 0.0, clock)
         why_lost = explain(view, entered, entry, settlement, explaining)
-        round_ = _Round(view, offered, entry, settlement, why_lost, self._settings.excess)
+        round_ = _Round(view, offered, entry, settlement, why_lost, self._settings)
         if self._settings.leftover == "worst-off":
             round_.deal_to_worst_off()
         else:
@@ -176,6 +191,16 @@ class Themis(Policy):
             proven=not settlement.solved.open(),
             facts=_facts(entry, settlement, explaining) | {"idle": float(len(round_.deal.left))},
         )
+
+    def _with_bundles(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None, given: Bundles) -> Allocation:
+        """Return the decision where the apps of `given` get these GPUs first, and an auction decides on the others."""
+        others = {app: bid for app, bid in bids.items() if app not in given}
+
+        def why(app: AppView, bundle: tuple[GpuView, ...]) -> str:
+            is_late = starts.is_late(view, app, self._settings.start_within_s)
+            return (starts.why_ahead if is_late else gathered.why_first)(view, app, bundle)
+
+        return with_bundles(view, given, self.allocate(rest_of(view, given), others, clock), why)
 
 
 def _facts(entry: Entry, settlement: Settlement, explaining: Budget) -> dict[str, float]:
@@ -209,11 +234,11 @@ class _Round:
         entry: Entry,
         settlement: Settlement,
         losses: Mapping[AppId, Loss],
-        excess: float,
+        settings: Settings,
     ) -> None:
         self.deal = Deal(view)
         self._view = view
-        self._excess = excess
+        self._excess, self._start_within_s = settings.excess, settings.start_within_s
         self._offered = offered
         self._number = {bidder.app: number for number, bidder in enumerate(entry.bidders)}
         self._bidders = {bidder.app: bidder for bidder in entry.bidders}
@@ -281,7 +306,8 @@ class _Round:
         got = self.deal.got[app.app]
         names = tuple(sorted(gpu.gpu for gpu in got))
         award, rho = self._awards.get(app.app), self._view.rhos.get(app.app)
-        tail = self._leftover_clause(app) + self.deal.losses(app)
+        prospect = "" if names else starts.prospect(self._view, app, self._start_within_s)
+        tail = self._leftover_clause(app) + self.deal.losses(app) + prospect
         if award is None:
             return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=rho)
         bidder = self._bidders[app.app]
@@ -422,15 +448,18 @@ def _some_stay(view: View) -> bool:
     return any(app.renewable and app.requirements.kind == "interactive" for app in view.apps)
 
 
-def _split(view: View, excess: float) -> dict[GpuId, TenantId]:
+def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
     standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
+    late = {app.app for app in starts.late(view, settings.start_within_s)}
 
-    def worth(app: AppView) -> float:
-        return -_rho(view, app, excess) if app.app in view.rhos else math.inf
+    def place(app: AppView) -> tuple[bool, float]:
+        if app.app in late:
+            return False, app.arrived_at
+        return True, -_rho(view, app, settings.excess) if app.app in view.rhos else math.inf
 
-    for app, gpus_max in tenant_by_tenant(view, selection, standings, worth):
+    for app, gpus_max in tenant_by_tenant(view, selection, standings, place):
         selection.take(app, gpus_max)
     selection.settle()
     tenants = {app.app: app.tenant for app in view.apps}

@@ -1,0 +1,185 @@
+"""An app that has waited long for its first GPUs gets a gang before the auction."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from math import inf, nan
+
+import pytest
+from msgspec.structs import replace
+
+from arbiter.core.policies.themis.policy import Settings, Themis
+from arbiter.core.seam import Allocation, AppView, GpuView, TenantView, View
+from protocol.messages import AppId, GpuId, TenantId
+from tests.support.auctions import app_of, bid_of, gpus_of, view_of
+
+WITHIN_S, NOW = 3600.0, 10_000.0
+GPUS = gpus_of(2, 2)
+
+
+def runs(name: str, gpu: GpuView, tenant: str = "t") -> AppView:
+    """Return an app that came early, and whose lease of a GPU ends."""
+    app = app_of(name, demand_max=2, renewable=[gpu.gpu])
+    return replace(app, leases=1, allocated=(900.0, 0.0), tenant=TenantId(tenant))
+
+
+def waits(name: str, wait_s: float, *, gang: int = 1, tenant: str = "t") -> AppView:
+    """Return an app that has had no GPU so far."""
+    return replace(app_of(name, gang=gang, demand_max=gang), arrived_at=NOW - wait_s, tenant=TenantId(tenant))
+
+
+RUNNING = tuple(runs(f"r{number}", gpu) for number, gpu in enumerate(GPUS))
+
+
+def decided(*waiting: AppView, running: Sequence[AppView] = RUNNING, **changes: object) -> Allocation:
+    """Return the decision where those that run are worse off by far, and bid, and those that wait are not asked to."""
+    # What payments leave goes to the worst off, and by no lot.
+    settings = Settings(fairness_knob=0.0, leftover="worst-off", **{"start_within_s": WITHIN_S} | changes)  # type: ignore[arg-type]
+    return Themis(settings).allocate(round_of(*waiting, running=running), bids_of(running))
+
+
+def round_of(*waiting: AppView, running: Sequence[AppView] = RUNNING) -> View:
+    gpus = tuple(replace(gpu, holder=app.app) for gpu, app in zip(GPUS, running, strict=True))
+    apps = sorted((*running, *waiting), key=lambda app: (app.arrived_at, app.app))
+    rhos = {app.app: 9.0 if app in running else 0.01 for app in apps}
+    view = view_of(gpus, apps, rhos)
+    due = TenantView(fair_gpus=2.0, quota_gpus=2.0, allocated_gpu_s=1800.0, fair_gpu_s=1800.0, quota_gpu_s=1800.0)
+    tenants = {app.tenant: due for app in apps}
+    return replace(view, now=NOW, offered=tuple(app.app for app in running), tenants=tenants)
+
+
+def bids_of(running: Sequence[AppView]) -> Mapping[AppId, object]:
+    return {app.app: bid_of(app.app, 9.0, (1, "cluster", 2.0), (2, "cluster", 1.0)) for app in running}
+
+
+def of(app: str, allocation: Allocation) -> set[GpuId]:
+    return {gpu for gpu, owner in allocation.assign.items() if owner == app}
+
+
+def reason(app: str, allocation: Allocation) -> str:
+    (told,) = [outcome.reason for outcome in allocation.outcomes if outcome.app == app]
+    return told
+
+
+def test_an_app_that_has_waited_long_for_its_first_gpus_comes_before_the_auction() -> None:
+    found = decided(waits("late", WITHIN_S), waits("young", WITHIN_S - 1.0))
+    assert len(of("late", found)) == 1
+    assert of("young", found) == set(), "its rho is the least, and it has not waited for so long"
+    assert reason("late", found) == "gets 1 GPU before the auction, as it has waited for 3600 s without any"
+    assert reason("young", found).endswith("; if it has none in 1 s, it comes before the auctions from then on")
+    assert len(found.assign) == len(GPUS), "the others are auctioned"
+
+
+def test_the_oldest_comes_first_and_each_gets_one_gang() -> None:
+    late = [waits(f"w{number}", WITHIN_S + 10.0 * number) for number in range(6)]
+    found = decided(*late)
+    assert set(found.assign.values()) == {"w5", "w4", "w3", "w2"}
+    assert reason("w0", found).endswith(
+        "; it has waited long without any, and gets the next that fit its gang before the auction"
+    )
+    greedy = replace(waits("search", WITHIN_S), demand_max=4)
+    assert len(of("search", decided(greedy))) < 4, "the rest is auctioned"
+
+
+def test_a_gang_gets_all_of_it_or_nothing() -> None:
+    found = decided(waits("first", 2 * WITHIN_S), waits("gang", WITHIN_S, gang=2), waits("wide", WITHIN_S, gang=4))
+    assert len(of("first", found)) == 1
+    assert len({gpu.node for gpu in GPUS if gpu.gpu in of("gang", found)}) == 1
+    assert len(of("gang", found)) == 2
+    assert of("wide", found) == set()
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"allocated": (1.0, 0.0)},
+        {"leases": 1},
+        {"kept": (replace(gpus_of(1)[0], gpu=GpuId("far/gpu-0")),), "demand_max": 2},
+    ],
+    ids=["it has had some", "it is promised some", "it holds one"],
+)
+def test_an_app_that_has_had_gpus_does_not_come_first(changed: dict[str, object]) -> None:
+    app = replace(waits("app", 2 * WITHIN_S), **changed)
+    found = decided(app)
+    assert of("app", found) == set()
+    assert "it comes before" not in reason("app", found)
+    assert "waited long" not in reason("app", found)
+
+
+def test_an_app_that_does_not_answer_gets_nothing() -> None:
+    view = round_of(waits("late", WITHIN_S))
+    silent = replace(view, rhos={app: rho for app, rho in view.rhos.items() if app != "late"})
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(silent, bids_of(RUNNING))  # type: ignore[arg-type]
+    assert of("late", found) == set()
+
+
+def test_without_the_setting_it_waits_for_its_rho() -> None:
+    found = decided(waits("late", NOW), start_within_s=inf)
+    assert of("late", found) == set()
+    assert "it comes before" not in reason("late", found)
+    assert len(of("late", decided(waits("late", 0.0), start_within_s=0.0))) == 1
+
+
+@pytest.mark.parametrize("wrong", [-1.0, nan])
+def test_a_time_below_0_is_refused(wrong: float) -> None:
+    with pytest.raises(ValueError, match=r"start_within_s is .*; it must be 0 or more"):
+        Settings(start_within_s=wrong)
+
+
+def test_tenants_first_the_gpus_are_of_the_part_of_its_own_tenant() -> None:
+    both = [runs("a0", GPUS[0], "a"), runs("a1", GPUS[1], "a"), runs("b0", GPUS[2], "b"), runs("b1", GPUS[3], "b")]
+    late = [waits(f"late{number}", WITHIN_S, tenant="b") for number in range(4)]
+    found = decided(*late, running=both, tenants_first=True)
+    taken = {app: of(app, found) for app in ("a0", "a1", "b0", "b1", *(app.app for app in late))}
+    of_a = taken["a0"] | taken["a1"]
+    assert len(of_a) == 2, "tenant a has its part"
+    assert len(set().union(*(taken[app.app] for app in late))) == 2
+    assert taken["b0"] | taken["b1"] == set()
+
+
+def test_tenants_first_the_part_of_a_tenant_holds_the_gang_of_its_late_app() -> None:
+    mixed = [runs("a0", GPUS[0], "a"), runs("b0", GPUS[1], "b"), runs("a1", GPUS[2], "a"), runs("b1", GPUS[3], "b")]
+    found = decided(waits("gang", WITHIN_S, gang=2, tenant="b"), running=mixed, tenants_first=True)
+    assert len({gpu.node for gpu in GPUS if gpu.gpu in of("gang", found)}) == 1
+    assert len(of("a0", found) | of("a1", found)) == 2, "the other tenant has its part"
+    young = decided(waits("gang", WITHIN_S - 1.0, gang=2, tenant="b"), running=mixed, tenants_first=True)
+    assert of("gang", young) == set()
+
+
+def test_tenants_first_a_late_gang_of_a_tenant_that_has_had_more_than_is_fair_waits_for_its_part() -> None:
+    def given(had_gpu_s: float) -> set[GpuId]:
+        view = round_of(waits("gang", WITHIN_S, gang=2, tenant="b"))
+        tenants = {**view.tenants, TenantId("b"): replace(view.tenants[TenantId("b")], allocated_gpu_s=had_gpu_s)}
+        view = replace(view, tenants=tenants, gathered=frozenset(gpu.gpu for gpu in GPUS[:2]))
+        policy = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S))
+        return of("gang", policy.allocate(view, bids_of(RUNNING)))  # type: ignore[arg-type]
+
+    assert len(given(had_gpu_s=1800.0)) == 2
+    assert given(had_gpu_s=18_000.0) == set()
+
+
+def test_an_app_that_wants_nothing_is_not_told_that_it_comes_first() -> None:
+    idle = replace(waits("idle", WITHIN_S), demand_max=0)
+    assert "comes before" not in reason("idle", decided(idle))
+    assert "waited" not in reason("idle", decided(idle))
+
+
+@pytest.mark.parametrize("tenants_first", [False, True])
+def test_a_late_gang_gets_the_gpus_that_were_brought_together_before_the_worst_off(tenants_first: bool) -> None:
+    late, worse = waits("late", WITHIN_S, gang=2), waits("worse", 60.0, gang=2)
+    view = round_of(late, worse)
+    view = replace(
+        view, rhos={**view.rhos, "worse": 99.0}, gathered=frozenset(gpu.gpu for gpu in GPUS[:2]),
+        offered=(*(app.app for app in RUNNING), AppId("worse")),
+    )  # fmt: skip
+    bids = {**bids_of(RUNNING), AppId("worse"): bid_of("worse", 99.0, (2, "machine", 98.0))}
+    settings = Settings(fairness_knob=0.0, tenants_first=tenants_first, start_within_s=WITHIN_S)
+    found = Themis(settings).allocate(view, bids)  # type: ignore[arg-type]
+    assert of("late", found) == {gpu.gpu for gpu in GPUS[:2]}
+    assert reason("late", found).startswith("gets 2 GPUs before the auction, as it has waited for 3600 s")
+    assert (
+        of("worse", Themis(replace(settings, start_within_s=inf)).allocate(view, bids))
+        == {  # type: ignore[arg-type]
+            gpu.gpu for gpu in GPUS[:2]
+        }
+    )
