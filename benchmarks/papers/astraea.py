@@ -92,6 +92,8 @@ class ByQuota(Astraea):
 
 
 class _Credits(Standings):
+    """Tenants by what they owe, in GPU-seconds and not as a ratio: for policies that have no "fair is enough" only."""
+
     def of_tenant(self, tenant: TenantId) -> float:
         """Return the GPU time that a tenant has had beyond what it has earned, at the end of the lease."""
         earned_gpu_s, quota = self._due(tenant)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from math import inf
 from random import Random
 from typing import Literal
 
@@ -263,7 +264,7 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
         policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
         policies=_of_policies(
-            dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0)), (10.0, 60.0)[seed // 3 % 2]
+            dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0)), (10.0, 60.0, inf)[seed // 3 % 3]
         ),
         solver_budget_ms=100.0,
         admins=(OwnerId(ADMIN.id),),

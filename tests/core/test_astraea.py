@@ -362,6 +362,10 @@ def test_tenants_first_an_app_is_told_of_its_tenants_part() -> None:
     assert reasons[AppId("b-1")].startswith("its tenant b has no part of the GPUs in play")
 
 
+#: Said to an app that has had no GPU and has not waited long.
+PROSPECT = "; it comes before the auctions once it has waited for 3600 s"
+
+
 def told_tenants_first(*sizes: int, **gangs: int) -> dict[str, str]:
     """What apps of one tenant each, whose gangs lie on one node each, are told of a round; the first weighs double."""
     first = TenantId(next(iter(gangs)))
@@ -374,14 +378,14 @@ def told_tenants_first(*sizes: int, **gangs: int) -> dict[str, str]:
 
 
 def test_tenants_first_who_fits_nothing_in_play_is_told_of_the_misfit_and_not_of_other_tenants() -> None:
-    misfit = "nothing in play fits: it needs a gang of 4 on one node, and the largest hole is 2"
+    misfit = "nothing in play fits: it needs a gang of 4 on one node, and the largest hole is 2" + PROSPECT
     assert told_tenants_first(2, vision=4, nlp=4) == {"vision-1": misfit, "nlp-1": misfit}
     assert told_tenants_first(2, vision=2, nlp=4)["nlp-1"] == misfit
     assert told_tenants_first(2, 2, vision=2, nlp=4)["nlp-1"] == misfit
 
 
 def test_tenants_first_who_could_have_used_what_another_tenant_got_is_told_so() -> None:
-    no_part = "its tenant nlp has no part of the GPUs in play: others have had less of what is fair for them"
+    no_part = "its tenant nlp has no part of the GPUs in play: others have had less of what is fair for them" + PROSPECT
     assert told_tenants_first(4, vision=4, nlp=4)["nlp-1"] == no_part
     assert told_tenants_first(4, vision=2, nlp=4)["nlp-1"] == no_part
 
@@ -391,7 +395,7 @@ def test_tenants_first_a_gang_that_spans_nodes_is_told_how_many_gpus_are_in_play
     shop.come("a-1", 1, A)
     shop.come("b-1", 4, B)
     reasons = {outcome.app: outcome.reason for outcome in shop.decide().outcomes}
-    assert reasons[AppId("b-1")] == "nothing in play fits: it needs a gang of 4, and 2 GPUs are in play"
+    assert reasons[AppId("b-1")] == "nothing in play fits: it needs a gang of 4, and 2 GPUs are in play" + PROSPECT
 
 
 def test_tenants_first_who_has_all_it_wants_is_told_so() -> None:

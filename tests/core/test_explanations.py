@@ -266,8 +266,7 @@ def test_a_bidder_whose_gang_fits_nothing_in_play_is_told_the_misfit_and_no_rho(
     (outcome,) = Themis(Settings(fairness_knob=0.0)).allocate(view, bids).outcomes
     assert outcome.reason == (
         "bid and won none of the 2 GPUs in play: its gang of 4 does not fit the 2 GPUs in play "
-        "(the largest hole within one node has 2, on n00); if it has none in 3600 s, it comes before the auctions from "
-        "then on"
+        "(the largest hole within one node has 2, on n00); it comes before the auctions once it has waited for 3600 s"
     )
 
 

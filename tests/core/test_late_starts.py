@@ -66,7 +66,9 @@ def test_an_app_that_has_waited_long_for_its_first_gpus_comes_before_the_auction
     assert len(of("late", found)) == 1
     assert of("young", found) == set(), "its rho is the least, and it has not waited for so long"
     assert reason("late", found) == "gets 1 GPU before the auction, as it has waited for 3600 s without any"
-    assert reason("young", found).endswith("; if it has none in 1 s, it comes before the auctions from then on")
+    assert reason("young", found).endswith(
+        "; it comes before the auctions once it has waited for 3600 s; 1 GPU went to late (1) before the auction"
+    )
     assert len(found.assign) == len(GPUS), "the others are auctioned"
 
 
@@ -75,7 +77,8 @@ def test_the_oldest_comes_first_and_each_gets_one_gang() -> None:
     found = decided(*late)
     assert set(found.assign.values()) == {"w5", "w4", "w3", "w2"}
     assert reason("w0", found).endswith(
-        "; it has waited long without any, and gets the next that fit its gang before the auction"
+        "; it has waited for 3600 s, so it comes before the auctions as far as there are GPUs for its gang; "
+        "4 GPUs went to w2 (1), w3 (1), w4 (1), w5 (1) before the auction"
     )
     greedy = replace(waits("search", WITHIN_S), demand_max=4)
     assert len(of("search", decided(greedy))) < 4, "the rest is auctioned"
@@ -106,11 +109,50 @@ def test_an_app_that_has_had_gpus_does_not_come_first(changed: dict[str, object]
     assert "waited long" not in reason("app", found)
 
 
-def test_an_app_that_does_not_answer_gets_nothing() -> None:
+def test_an_app_that_does_not_answer_gets_nothing_and_is_promised_nothing() -> None:
     view = round_of(waits("late", WITHIN_S))
     silent = replace(view, rhos={app: rho for app, rho in view.rhos.items() if app != "late"})
     found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(silent, bids_of(RUNNING))  # type: ignore[arg-type]
     assert of("late", found) == set()
+    assert reason("late", found) == "did not answer the probe in time, so it took no part"
+
+
+def test_an_app_that_was_put_to_the_end_of_the_queue_waits_its_turn() -> None:
+    view = round_of(waits("late", WITHIN_S), waits("younger", WITHIN_S - 1.0))
+    ends = sorted(view.apps, key=lambda app: app.app == "late")
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(
+        replace(view, apps=tuple(ends)),
+        bids_of(RUNNING),  # type: ignore[arg-type]
+    )
+    assert len(of("late", found)) == 1, "a young app before it in the queue does not hide it"
+
+
+def test_a_single_does_not_take_the_only_place_of_a_late_gang() -> None:
+    gpus = (*gpus_of(2), *gpus_of(1, first=1))
+    runner = runs("r", gpus[2])
+    held = (*gpus[:2], replace(gpus[2], holder=runner.app))
+    late = (waits("single", 2 * WITHIN_S), waits("gang", WITHIN_S, gang=2))
+    view = replace(view_of(held, (runner, *late)), now=NOW, offered=(runner.app,))
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of([runner]))  # type: ignore[arg-type]
+    assert of("gang", found) == {gpu.gpu for gpu in gpus[:2]}
+    assert of("single", found) == {gpus[2].gpu}
+
+
+def test_a_late_single_takes_the_gpu_of_a_single_and_not_of_a_gang() -> None:
+    gpus = gpus_of(3)
+    gang = replace(app_of("gang", gang=2, demand_max=2, renewable=[gpu.gpu for gpu in gpus[:2]]), leases=2)
+    single = runs("single", gpus[2])
+    held = (*(replace(gpu, holder=gang.app) for gpu in gpus[:2]), replace(gpus[2], holder=single.app))
+    view = replace(view_of(held, (gang, single, waits("late", WITHIN_S))), now=NOW, offered=(gang.app, single.app))
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of([gang, single]))  # type: ignore[arg-type]
+    assert of("late", found) == {gpus[2].gpu}
+
+
+def test_a_bidder_is_told_of_the_gpus_that_went_before_the_auction() -> None:
+    found = decided(*(waits(f"w{number}", WITHIN_S) for number in range(4)))
+    assert reason("r0", found).endswith("; of the GPUs it held, 1 went to w0 (1)")
+    (told,) = [outcome for outcome in found.outcomes if outcome.app == "w0"]
+    assert (told.bid, told.won) == (False, 0)
 
 
 def test_without_the_setting_it_waits_for_its_rho() -> None:
@@ -135,6 +177,26 @@ def test_tenants_first_the_gpus_are_of_the_part_of_its_own_tenant() -> None:
     assert len(of_a) == 2, "tenant a has its part"
     assert len(set().union(*(taken[app.app] for app in late))) == 2
     assert taken["b0"] | taken["b1"] == set()
+
+
+@pytest.mark.parametrize("wants", [1, 4])
+def test_tenants_first_late_apps_are_no_reason_to_serve_their_tenant_before_an_equal_one(wants: int) -> None:
+    both = [runs("a0", GPUS[0], "a"), runs("a1", GPUS[1], "a"), runs("a2", GPUS[2], "a"), runs("b0", GPUS[3], "b")]
+    late = [replace(waits(f"late{number}", WITHIN_S, tenant="b"), demand_max=wants) for number in range(4)]
+    view = round_of(*late, running=both)
+    more = TenantView(fair_gpus=2.0, allocated_gpu_s=18_000.0, fair_gpu_s=1800.0)
+    view = replace(view, tenants={TenantId("a"): replace(more, allocated_gpu_s=3600.0), TenantId("b"): more})
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of(both))  # type: ignore[arg-type]
+    assert len(of("a0", found) | of("a1", found) | of("a2", found)) >= 3, "both have had more than what is fair"
+
+
+def test_tenants_first_what_a_late_gang_got_counts_before_the_next_gang_of_its_tenant() -> None:
+    late = [waits(f"gang{number}", WITHIN_S, gang=2, tenant="b") for number in range(2)]
+    view = round_of(*late)
+    tenant = replace(view.tenants[TenantId("b")], allocated_gpu_s=1800.0, fair_gpu_s=1640.0)
+    view = replace(view, tenants={**view.tenants, TenantId("b"): tenant}, gathered=frozenset(gpu.gpu for gpu in GPUS))
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of(RUNNING))  # type: ignore[arg-type]
+    assert sorted(len(of(app.app, found)) for app in late) == [0, 2]
 
 
 def test_tenants_first_the_part_of_a_tenant_holds_the_gang_of_its_late_app() -> None:
@@ -177,9 +239,5 @@ def test_a_late_gang_gets_the_gpus_that_were_brought_together_before_the_worst_o
     found = Themis(settings).allocate(view, bids)  # type: ignore[arg-type]
     assert of("late", found) == {gpu.gpu for gpu in GPUS[:2]}
     assert reason("late", found).startswith("gets 2 GPUs before the auction, as it has waited for 3600 s")
-    assert (
-        of("worse", Themis(replace(settings, start_within_s=inf)).allocate(view, bids))
-        == {  # type: ignore[arg-type]
-            gpu.gpu for gpu in GPUS[:2]
-        }
-    )
+    without = Themis(replace(settings, start_within_s=inf)).allocate(view, bids)  # type: ignore[arg-type]
+    assert of("worse", without) == {gpu.gpu for gpu in GPUS[:2]}

@@ -214,7 +214,7 @@ class Pair(Cluster):
         return took
 
     def stand_still(self) -> Failover:
-        """Stop the leader's process while an app is submitted, until the next one has decided; likewise."""
+        """Stop the leader's process while an app is submitted, until the next one decides and the broker knows."""
         leader = self.leader()
         try:
             took = self._without(leader, partial(leader.signal, signal.SIGSTOP))
@@ -234,7 +234,7 @@ class Pair(Cluster):
         end()
         self.submit_small()
         until(lambda: bool(self._decided(follower, epoch)), "the next leader decides", self.ends_of_logs)
-        # Else the former leader would be counted as the standby, and the next one be killed without one.
+        # Until then the count includes the former leader, and the next kill could come while no standby follows.
         self._wait_readers(len(HOSTS) - 1, "the broker no longer counts the former leader")
         led_at, decided_at = self._decided(follower, epoch)
         return Failover(led_at - ended_at, decided_at - ended_at)

@@ -39,12 +39,16 @@ def gang_bundles(
     """
     holders = {app.app: app for app in view.apps}
     left = {gpu.gpu: gpu for gpu in view.gpus if gpu.gpu in view.gathered}
+    misfits = set()  # GPUs only become fewer, so what does not fit will not
     for app in order:
-        if not 1 < app.gang <= min(app.want, len(left)) or app.kept or app.renewable:
+        kind = app.gang, app.spans, app.level_max, app.only
+        if not 1 < app.gang <= min(app.want, len(left)) or app.kept or app.renewable or kind in misfits:
             continue
         departures = {gpu.gpu: 1 for gpu in left.values() if gpu.holder in holders}
         bundle = pick(Holes(app.usable(left.values()), departures), app, app.gang)
-        if bundle and all(is_worse_off(app, holders[gpu.holder]) for gpu in bundle if gpu.holder in holders):
+        if not bundle:
+            misfits.add(kind)
+        elif all(is_worse_off(app, holders[gpu.holder]) for gpu in bundle if gpu.holder in holders):
             for gpu in bundle:
                 del left[gpu.gpu]
             yield app, tuple(bundle)

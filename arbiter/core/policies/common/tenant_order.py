@@ -27,7 +27,7 @@ from arbiter.core.policies.common.ordered import Pick, Selection
 from arbiter.core.seam import AppView, TenantView, View
 from protocol.messages import AppId, TenantId
 
-Place = TypeVar("Place", tuple[bool, float], tuple[float, bool, float], tuple[bool, float, bool])
+Place = TypeVar("Place", float, tuple[float, bool, float], tuple[bool, float, bool])
 
 #: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
 ENOUGH_TENANT = 1.05
@@ -147,12 +147,17 @@ def kept_of(view: View) -> Counter[TenantId]:
 
 
 def tenant_by_tenant(
-    view: View, selection: Selection, standings: Standings, place: Callable[[AppView], Place]
+    view: View,
+    selection: Selection,
+    standings: Standings,
+    place: Callable[[AppView], Place],
+    tie: Callable[[AppView], Place] | None = None,
 ) -> Iterator[Pick]:
     """Yield one gang's turn again and again: of the first tenant the app with the least `place`.
 
     An app that does not fit lets the others of its tenant by, and a tenant of which none fits the other tenants. Of
-    equal tenants the one is served whose app's place is less, equal apps in order of arrival.
+    equal tenants the one is served whose app's `tie` is less, which is its place unless given; equal apps are served in
+    order of arrival.
 
     *Source:* Astraea, Algorithms 1 and 2; the reward of a job is its index's negative.
     """
@@ -162,7 +167,12 @@ def tenant_by_tenant(
             queues.setdefault(app.tenant, []).append((place(app), arrival))
     for queue in queues.values():
         heapify(queue)
-    tenants = [(standings.place_of_tenant(tenant), queue[0], tenant) for tenant, queue in queues.items()]
+
+    def first(queue: list[tuple[Place, int]]) -> tuple[Place, int]:
+        least, arrival = queue[0]
+        return least if tie is None else tie(view.apps[arrival]), arrival
+
+    tenants = [(standings.place_of_tenant(tenant), first(queue), tenant) for tenant, queue in queues.items()]
     heapify(tenants)
     while tenants and selection.left > 0:
         key, (_, arrival), tenant = heappop(tenants)
@@ -177,7 +187,7 @@ def tenant_by_tenant(
                 if selection.has(app) < app.demand_max:
                     heappush(queue, (place(app), arrival))
         if queue:
-            heappush(tenants, (key, queue[0], tenant))
+            heappush(tenants, (key, first(queue), tenant))
 
 
 def turn_of(app: AppView) -> int | None:

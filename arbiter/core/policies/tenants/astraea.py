@@ -8,7 +8,7 @@ Nothing needs to be known or told of jobs, so no claim can bring more GPU time.
 GPUs that were brought together for a gang go to a gang that has had none so far, of a tenant that is due no more GPUs
 than that gang has. Dealt gang by gang they would go to the others, since such a tenant is seldom the first with so many
 GPUs in play. Its tenant must not have had more than what is fair while the tenants that have the GPUs now have not.
-Were that so for each later lease of the gang, too, all jobs together would take up to a third longer on average.
+Were that so for each later lease of the gang, too, all jobs together would take up to a fifth longer on average.
 
 *Source:* Astraea (Ye et al., TPDS 2021), Algorithms 1 and 2, Eq. 5, 8, 12, 15; Eq. 16 with `by_quota`.
 The indices that are compared are those at the end of the leases to be dealt, fair is enough (see `tenant_order`), and

@@ -5,11 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from arbiter.core.placement.assignment import gpus, losses
+from arbiter.core.placement.assignment import gpus, losses, shares
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
 from protocol.messages import AppId, GpuId
@@ -17,7 +17,7 @@ from protocol.messages import AppId, GpuId
 
 def rest_of(view: View, given: Bundles) -> View:
     """Return the round about the other GPUs, in which those of `given` are not in play, and their apps keep them."""
-    names = _names(given)
+    names = _owners(given)
     return replace(
         view,
         gpus=tuple(gpu for gpu in view.gpus if gpu.gpu not in names),
@@ -25,7 +25,7 @@ def rest_of(view: View, given: Bundles) -> View:
             replace(app, kept=given[app.app])
             if app.app in given
             else app
-            if names.isdisjoint(app.renewable)
+            if names.keys().isdisjoint(app.renewable)
             else replace(app, renewable=tuple(gpu for gpu in app.renewable if gpu not in names))
             for app in view.apps
         ),
@@ -33,24 +33,24 @@ def rest_of(view: View, given: Bundles) -> View:
     )
 
 
-def with_bundles(
-    view: View, given: Bundles, rest: Allocation, why: Callable[[AppView, tuple[GpuView, ...]], str]
-) -> Allocation:
-    """Return the decision about the other GPUs with those of `given`; `why` says why an app got these."""
-    names = _names(given)
-    assign = dict(sorted({**rest.assign, **_owners(given)}.items()))
+def with_bundles(view: View, given: Bundles, reasons: Mapping[AppId, str], rest: Allocation) -> Allocation:
+    """Return the decision about the other GPUs with those of `given`; `reasons` says why an app got these."""
+    owners = _owners(given)
+    assign = dict(sorted({**rest.assign, **owners}.items()))
+    clause = f"; {gpus(len(owners))} went to {shares(owners.values())} before the auction"
     told = {outcome.app: outcome for outcome in rest.outcomes}
     outcomes = []
     for app in view.apps:
-        outcome, lost = told.get(app.app), [gpu for gpu in app.renewable if gpu in names]
+        outcome, lost = told.get(app.app), [gpu for gpu in app.renewable if gpu in owners]
         if app.app in given:
-            outcomes.append(_served(view, app, given[app.app], outcome, why(app, given[app.app])))
-        elif lost:
-            told_so = outcome or Outcome(app.app, (), rest.rest, rho_now=view.rhos.get(app.app))
-            outcomes.append(replace(told_so, reason=told_so.reason + losses(lost, assign)))
-        elif outcome is not None:
-            outcomes.append(outcome)
-    return replace(rest, assign=assign, outcomes=tuple(outcomes))
+            outcomes.append(_served(view, app, given[app.app], outcome, reasons[app.app]))
+            continue
+        if lost and outcome is None:
+            outcome = Outcome(app.app, (), rest.rest, rho_now=view.rhos.get(app.app))
+        if outcome is not None:
+            lacks = losses(lost, assign) if lost else "" if outcome.gpus else clause
+            outcomes.append(replace(outcome, reason=outcome.reason + lacks))
+    return replace(rest, assign=assign, outcomes=tuple(outcomes), rest=rest.rest and rest.rest + clause)
 
 
 def _served(view: View, app: AppView, bundle: tuple[GpuView, ...], other: Outcome | None, reason: str) -> Outcome:
@@ -59,12 +59,8 @@ def _served(view: View, app: AppView, bundle: tuple[GpuView, ...], other: Outcom
     if more:
         reason += f", and {gpus(len(more))} more"
     names = tuple(sorted([*(gpu.gpu for gpu in bundle), *more]))
-    return Outcome(app.app, names, reason, bid=True, won=len(names), rho_now=view.rhos[app.app])
+    return Outcome(app.app, names, reason, rho_now=view.rhos[app.app])
 
 
 def _owners(given: Bundles) -> dict[GpuId, AppId]:
     return {gpu.gpu: app for app, bundle in given.items() for gpu in bundle}
-
-
-def _names(given: Bundles) -> frozenset[GpuId]:
-    return frozenset(_owners(given))

@@ -11,20 +11,26 @@ starving.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from msgspec.structs import replace
 
 from arbiter.core.placement.assignment import gpus
 from arbiter.core.policies.common.gathered import Bundles, gang_bundles
+from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, Standings
+from arbiter.core.policies.themis.starts import late_reason
 from arbiter.core.seam import AppView, GpuView, View
 from protocol.messages import AppId, Bid
 
 
 def bundles(
-    view: View, bids: Mapping[AppId, Bid], rho_of: Callable[[AppView], float], first: Iterable[AppView] = ()
-) -> Bundles:
-    """Return the GPUs that were brought together and go to gangs, by app.
+    view: View,
+    bids: Mapping[AppId, Bid],
+    rho_of: Callable[[AppView], float],
+    late: Sequence[AppView],
+    standings: Standings | None,
+) -> tuple[Bundles, Mapping[AppId, str]]:
+    """Return the GPUs that were brought together and go to gangs, by app, and why.
 
     Parameters
     ----------
@@ -34,21 +40,39 @@ def bundles(
         Those of apps that were offered GPUs.
     rho_of
         Returns the rho by which an app comes to bid; it must have told one.
-    first
+    late
         The apps that come before all bidders, in their order.
+    standings
+        Those of tenants, where GPUs are split among them: a late app then comes first only while its tenant has not had
+        more than what is fair. What is given counts.
     """
-    late = {app.app: app for app in first}
     bidders = [app for app in view.apps if app.app in bids and app.app in view.rhos and bids[app.app].rows]
-    order = [_bidder_view(app, bids[app.app]) for app in sorted(bidders, key=lambda app: (-rho_of(app), app.app))]
+    by_rho = [_bidder_view(app, bids[app.app]) for app in sorted(bidders, key=lambda app: (-rho_of(app), app.app))]
+    ahead: set[AppId] = set()
+    found: dict[AppId, tuple[GpuView, ...]] = {}
+
+    def order() -> Iterator[AppView]:
+        for app in late:
+            if standings is None or standings.of_tenant(app.tenant) < ENOUGH_TENANT:
+                ahead.add(app.app)
+                yield app
+        yield from (app for app in by_rho if app.app not in ahead)
 
     def is_worse_off(app: AppView, holder: AppView) -> bool:
-        return app.app in late or holder.app not in view.rhos or rho_of(holder) < rho_of(app)
+        return app.app in ahead or holder.app not in view.rhos or rho_of(holder) < rho_of(app)
 
-    order = [*late.values(), *(app for app in order if app.app not in late)]
-    return {app.app: bundle for app, bundle in gang_bundles(view, order, is_worse_off)}
+    for app, bundle in gang_bundles(view, order(), is_worse_off):
+        found[app.app] = bundle
+        if standings is not None:
+            standings.deal(app, len(bundle))
+    apps = {app.app: app for app in view.apps if app.app in found}
+    reasons = {
+        name: (late_reason if name in ahead else bidder_reason)(view, app, found[name]) for name, app in apps.items()
+    }
+    return found, reasons
 
 
-def why_first(view: View, app: AppView, bundle: tuple[GpuView, ...]) -> str:
+def bidder_reason(view: View, app: AppView, bundle: Sequence[GpuView]) -> str:
     """Return why a bidder got these GPUs before the auction."""
     return (
         f"gets {gpus(len(bundle))} whose leases were brought to one end for a gang like its own: with a rho of "

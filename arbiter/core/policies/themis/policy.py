@@ -41,7 +41,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -149,23 +149,27 @@ class Themis(Policy):
         Before it, GPUs that were brought together for a gang go to a gang (`gathered`), and apps that have waited long
         for their first GPUs get a gang (`starts`).
         """
-        within_s = self._settings.start_within_s
+        late = starts.late_apps(view, self._settings.start_within_s)
         in_parts = self._settings.tenants_first and len({app.tenant for app in view.apps}) > 1
         if view.gathered:
             may_bid = frozenset(self.bidders(view) if view.offered is None else view.offered)
             invited = {app: bid for app, bid in bids.items() if app in may_bid}
-            late = starts.late(view, within_s)
-            if in_parts:
-                standings = Standings(view, today_first=False)
-                late = (app for app in late if standings.of_tenant(app.tenant) < ENOUGH_TENANT)
-            given = gathered.bundles(view, invited, partial(_rho, view, excess=self._settings.excess), late)
+            standings = Standings(view, today_first=False) if in_parts else None
+            rho_of = partial(_rho, view, excess=self._settings.excess)
+            given, reasons = gathered.bundles(view, invited, rho_of, late, standings)
             if given:
-                return self._with_bundles(view, bids, clock, given)
+                rest = self.allocate(rest_of(view, given), _other_bids(bids, given), clock)
+                return with_bundles(view, given, reasons, rest)
         if in_parts:
             return within_tenants(view, bids, clock, self._settings, self._split(view))
-        given = starts.bundles(view, starts.late(view, within_s))
-        if given:
-            return self._with_bundles(view, bids, clock, given)
+        given = starts.bundles(view, late)
+        if not given:
+            return self._auction(view, bids, clock)
+        reasons = {app.app: starts.late_reason(view, app, given[app.app]) for app in late if app.app in given}
+        return with_bundles(view, given, reasons, self._auction(rest_of(view, given), _other_bids(bids, given), clock))
+
+    def _auction(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None) -> Allocation:
+        """Hold the auction about all GPUs in play, and deal the leftovers."""
         offered = frozenset(self.bidders(view) if view.offered is None else view.offered)
         entered = {app: bid for app, bid in bids.items() if app in offered}
         entry = enter(view, entered)
@@ -192,15 +196,9 @@ class Themis(Policy):
             facts=_facts(entry, settlement, explaining) | {"idle": float(len(round_.deal.left))},
         )
 
-    def _with_bundles(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None, given: Bundles) -> Allocation:
-        """Return the decision where the apps of `given` get these GPUs first, and an auction decides on the others."""
-        others = {app: bid for app, bid in bids.items() if app not in given}
 
-        def why(app: AppView, bundle: tuple[GpuView, ...]) -> str:
-            is_late = starts.is_late(view, app, self._settings.start_within_s)
-            return (starts.why_ahead if is_late else gathered.why_first)(view, app, bundle)
-
-        return with_bundles(view, given, self.allocate(rest_of(view, given), others, clock), why)
+def _other_bids(bids: Mapping[AppId, Bid], given: Bundles) -> Mapping[AppId, Bid]:
+    return {app: bid for app, bid in bids.items() if app not in given}
 
 
 def _facts(entry: Entry, settlement: Settlement, explaining: Budget) -> dict[str, float]:
@@ -427,7 +425,7 @@ def within_tenants(
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
     told = [app for app in view.apps if app.app in outcomes or (view.tells and not parts[app.tenant])]
-    partless = _Partless(view)
+    partless = _Partless(view, settings.start_within_s)
     return Allocation(
         assign=assign,
         outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
@@ -452,14 +450,15 @@ def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
     standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
-    late = {app.app for app in starts.late(view, settings.start_within_s)}
+    late = {app.app for app in starts.late_apps(view, settings.start_within_s)}
 
-    def place(app: AppView) -> tuple[bool, float]:
-        if app.app in late:
-            return False, app.arrived_at
-        return True, -_rho(view, app, settings.excess) if app.app in view.rhos else math.inf
+    def worth(app: AppView) -> float:
+        return -_rho(view, app, settings.excess) if app.app in view.rhos else math.inf
 
-    for app, gpus_max in tenant_by_tenant(view, selection, standings, place):
+    def place(app: AppView) -> float:
+        return -math.inf if late and app.app in late else worth(app)
+
+    for app, gpus_max in tenant_by_tenant(view, selection, standings, place, tie=worth):
         selection.take(app, gpus_max)
     selection.settle()
     tenants = {app.app: app.tenant for app in view.apps}
@@ -473,6 +472,7 @@ def _part_of(view: View, apps: Sequence[AppView], part: tuple[GpuView, ...]) -> 
     return replace(
         view,
         gpus=part,
+        gathered=frozenset(),
         apps=tuple([_confined_to(app, there) for app in apps]),
         offered=None if view.offered is None else tuple(app for app in view.offered if app in own),
     )
@@ -496,8 +496,9 @@ def _rest(assign: Mapping[GpuId, AppId]) -> str:
 class _Partless:
     """Why a tenant has no part of the GPUs in play, said to each of its apps."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, view: View, start_within_s: float) -> None:
         self.rhos = view.rhos
+        self._view, self._start_within_s = view, start_within_s
         self._in_play = Deal(view)
         self._misfits: dict[tuple[object, ...], str] = {}
 
@@ -508,9 +509,11 @@ class _Partless:
         if not self._in_play.left:
             return "no GPU is in play"
         misfit = self._misfit(app)
-        if misfit:
-            return f"nothing in play fits: {misfit}"
-        return f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
+        no_part = (
+            f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
+        )
+        why = f"nothing in play fits: {misfit}" if misfit else no_part
+        return why + starts.prospect(self._view, app, self._start_within_s)
 
     def _misfit(self, app: AppView) -> str:
         """Return why `app` could use nothing if all in play were its; empty where it could."""

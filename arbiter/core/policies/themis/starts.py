@@ -1,17 +1,17 @@
-"""An app that has waited long for its first GPUs gets a gang before the auction, and the oldest such app comes first.
+"""An app that has waited long for its first GPUs gets one gang before the auction, in the order of the queue.
 
 Finish-time fairness lets a long job wait. Where hundreds of apps share few GPUs, its rho stays small for days, and its
 user does not know meanwhile whether it would run at all. A wide gang of a short job has the opposite trouble: its rho
-is the greatest of all, and yet it bids in rounds that have no room for it. One lease for each app, once in its life, is
-little beside what all apps have. With tenants first these GPUs are of the part of the app's own tenant.
+is the greatest of all, and yet it bids in rounds that have no room for it. So each app is served first once in its
+life, for one lease. Where jobs are about as long as a lease and the site is full, that is most of the GPU time, and
+apps are then served in the order of the queue.
 
 *Source:* ours. Themis (NSDI 2020) lets each app wait until its rho is among the greatest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import takewhile
+from collections.abc import Sequence
 from math import inf
 
 from arbiter.core.placement.assignment import Deal, gpus
@@ -19,37 +19,52 @@ from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.seam import AppView, GpuView, View
 
 
-def late(view: View, within_s: float) -> Iterator[AppView]:
-    """Yield the apps that answered, want GPUs, and have waited for `within_s` seconds without any, the oldest first."""
-    oldest_first = takewhile(lambda app: view.elapsed_s(app) >= within_s, view.apps)
-    return (app for app in oldest_first if is_late(view, app, within_s))
+def late_apps(view: View, within_s: float) -> Sequence[AppView]:
+    """Return the apps that answered, want GPUs, and came `within_s` seconds ago or earlier and have had none."""
+    latest = view.now - within_s
+    return [
+        app for app in view.apps if app.arrived_at <= latest and app.had_none and app.wants and app.app in view.rhos
+    ]
 
 
-def is_late(view: View, app: AppView, within_s: float) -> bool:
-    """Whether `app` answered, wants GPUs, and has waited for `within_s` seconds without any."""
-    return app.had_none and app.wants and view.elapsed_s(app) >= within_s and app.app in view.rhos
+def bundles(view: View, late: Sequence[AppView]) -> Bundles:
+    """Return the GPUs in play that late apps get, one gang for each, as far as they go.
 
-
-def bundles(view: View, apps: Iterable[AppView]) -> Bundles:
-    """Return the GPUs in play that these apps get, one gang for each, as far as they go."""
-    deal = Deal(view)
-    for app in apps:
+    The order of the queue says which apps get one. The widest gangs are placed first, so that none takes the only place
+    of a wider one, on free GPUs rather than on those of other apps, and on those of single GPUs rather than of gangs.
+    """
+    left, first = len(view.gpus), []
+    for app in late:
+        if app.gang <= left:
+            first.append(app)
+            left -= app.gang
+    if not first:
+        return {}
+    deal = Deal(view, departures={gpu: app.gang for app in view.apps for gpu in app.renewable})
+    misfits = set()  # GPUs only become fewer, so what does not fit will not
+    for app in (*sorted(first, key=lambda app: -app.gang), *late):
+        kind = app.gang, app.spans, app.level_max, id(app.only)
         if not deal.left:
             break
-        deal.fill(app, app.gang)
+        if kind not in misfits and not deal.got.get(app.app) and not deal.fill(app, app.gang):
+            misfits.add(kind)
     return {app: tuple(bundle) for app, bundle in deal.got.items() if bundle}
 
 
-def why_ahead(view: View, app: AppView, bundle: tuple[GpuView, ...]) -> str:
-    """Return why an app got these GPUs before the auction."""
+def late_reason(view: View, app: AppView, bundle: Sequence[GpuView]) -> str:
+    """Return why a late app got these GPUs."""
     return f"gets {gpus(len(bundle))} before the auction, as it has waited for {view.elapsed_s(app):.0f} s without any"
 
 
 def prospect(view: View, app: AppView, within_s: float) -> str:
-    """Return a clause on when an app without GPUs comes first; empty where it has had some, or never does."""
-    if not (app.had_none and app.wants) or within_s == inf:
+    """Return a clause on when an app without GPUs comes first; empty where it has had some, or never does.
+
+    The clause is the same in each round, so that a story has it once.
+    """
+    if not (app.had_none and app.wants and app.app in view.rhos) or within_s == inf:
         return ""
-    left_s = within_s - view.elapsed_s(app)
-    if left_s > 0.0:
-        return f"; if it has none in {left_s:.0f} s, it comes before the auctions from then on"
-    return "; it has waited long without any, and gets the next that fit its gang before the auction"
+    if view.elapsed_s(app) < within_s:
+        return f"; it comes before the auctions once it has waited for {within_s:.0f} s"
+    return (
+        f"; it has waited for {within_s:.0f} s, so it comes before the auctions as far as there are GPUs for its gang"
+    )
