@@ -190,6 +190,19 @@ def test_tenants_first_late_apps_are_no_reason_to_serve_their_tenant_before_an_e
     assert len(of("a0", found) | of("a1", found) | of("a2", found)) >= 3, "both have had more than what is fair"
 
 
+def test_tenants_first_late_apps_take_the_turns_of_the_worst_off_of_their_tenant() -> None:
+    both = [runs("a0", GPUS[0], "a"), runs("a1", GPUS[1], "a"), runs("a2", GPUS[2], "a"), runs("b0", GPUS[3], "b")]
+    late = [waits(f"late{number}", WITHIN_S, tenant="b") for number in range(3)]
+    view = round_of(*late, running=both)
+    more = TenantView(fair_gpus=2.0, allocated_gpu_s=18_000.0, fair_gpu_s=1800.0)
+    view = replace(view, tenants={TenantId("a"): more, TenantId("b"): more}, rhos={**view.rhos, AppId("b0"): 20.0})
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of(both))  # type: ignore[arg-type]
+    assert [len(of(app.app, found)) for app in late] == [1, 0, 0], (
+        "one of its apps is worse off than those of the other"
+    )
+    assert len(of("a0", found) | of("a1", found) | of("a2", found)) == 3
+
+
 def test_tenants_first_what_a_late_gang_got_counts_before_the_next_gang_of_its_tenant() -> None:
     late = [waits(f"gang{number}", WITHIN_S, gang=2, tenant="b") for number in range(2)]
     view = round_of(*late)

@@ -30,6 +30,7 @@ takes them: its training goes on without its agent.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
@@ -458,8 +459,21 @@ def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     def place(app: AppView) -> float:
         return -math.inf if late and app.app in late else worth(app)
 
-    for app, gpus_max in tenant_by_tenant(view, selection, standings, place, tie=worth):
-        selection.take(app, gpus_max)
+    #: By tenant with late apps, the worth of all its apps: late ones take the turns of the worst off, as many as come.
+    claims: dict[TenantId, list[float]] = {app.tenant: [] for app in view.apps if late and app.app in late}
+    for app in view.apps if claims else ():
+        if app.tenant in claims:
+            claims[app.tenant].append(worth(app))
+    for claim in claims.values():
+        claim.sort()
+    turns: Counter[TenantId] = Counter()
+
+    def tie(app: AppView) -> float:
+        claim = claims.get(app.tenant)
+        return worth(app) if claim is None else claim[min(turns[app.tenant], len(claim) - 1)]
+
+    for app, gpus_max in tenant_by_tenant(view, selection, standings, place, tie):
+        turns[app.tenant] += selection.take(app, gpus_max) > 0
     selection.settle()
     tenants = {app.app: app.tenant for app in view.apps}
     holders = {gpu: app.tenant for app in view.apps for gpu in app.renewable}
