@@ -408,8 +408,8 @@ def within_tenants(
 ) -> Allocation:
     """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
 
-    The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to the app with the
-    greatest rho; the sum of each tenant's apps is its part.
+    The split is Astraea's tenant phase: gang by gang to the tenant with the least index, in it to late apps (`starts`)
+    and then to the app with the greatest rho; the sum of each tenant's apps is its part.
     """
     tenants = sorted({app.tenant for app in view.apps})
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
