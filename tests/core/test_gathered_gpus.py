@@ -67,6 +67,7 @@ def test_the_worst_off_gang_gets_the_gpus_that_were_brought_together(tenants_fir
     (outcome,) = (each for each in won.outcomes if each.app == "wide")
     assert set(outcome.gpus) == set(names(NODE))
     assert "brought to one end for a gang like its own: with a rho of 9" in outcome.reason
+    assert (outcome.bid, outcome.won) == (True, 0), "it bid, and won nothing in the auction"
 
 
 def test_apps_that_lose_them_are_told_to_whom_they_went() -> None:

@@ -138,6 +138,14 @@ def test_a_single_does_not_take_the_only_place_of_a_late_gang() -> None:
     assert of("single", found) == {gpus[2].gpu}
 
 
+def test_an_app_that_wants_less_than_a_gang_is_not_late_and_is_in_the_way_of_no_other() -> None:
+    short = replace(waits("short", 2 * WITHIN_S, gang=2), demand_max=1)
+    found = decided(short, waits("gang", WITHIN_S, gang=2))
+    assert len(of("gang", found)) == 2
+    assert of("short", found) == set()
+    assert "before the auctions" not in reason("short", found)
+
+
 def test_a_late_single_takes_the_gpu_of_a_single_and_not_of_a_gang() -> None:
     gpus = gpus_of(3)
     gang = replace(app_of("gang", gang=2, demand_max=2, renewable=[gpu.gpu for gpu in gpus[:2]]), leases=2)

@@ -7,8 +7,12 @@ from collections.abc import Iterator
 import pytest
 from msgspec.structs import replace
 
+from arbiter.core.policies.tenants.astraea import Astraea
+from arbiter.core.seam import TenantView
 from benchmarks.papers import astraea
-from benchmarks.papers.astraea import ASTRAEA, MEMORY, MODES, PARTS, PLANS, Case, Figures, Plan
+from benchmarks.papers.astraea import ASTRAEA, MEMORY, MODES, PARTS, PLANS, ByCredits, ByQuota, Case, Figures, Plan
+from protocol.messages import TenantId
+from tests.support.auctions import view_of
 from tests.support.traces import shared
 
 FIGURES = Figures(
@@ -41,6 +45,18 @@ def test_claims_are_of_the_figures() -> None:
     assert met(astraea=ours, themis=other, yarn_cs=quota, themis_tenants_first=other) == [True] * 6
     worse = replace(FIGURES, below=0.04, avg_jct_s=3640.0, overhead=0.01)
     assert met(astraea=worse, themis_tenants_first=replace(FIGURES, below=0.06)) == [False] * 6
+
+
+def test_by_credits_the_tenant_with_the_most_gpu_time_unused_comes_first_and_not_the_one_with_the_least_part() -> None:
+    small = TenantView(quota_gpus=1.0, quota_gpu_s=100.0, allocated_gpu_s=10.0)  # a tenth of what it earned
+    large = TenantView(quota_gpus=1.0, quota_gpu_s=1000.0, allocated_gpu_s=500.0)  # half
+    view = replace(view_of((), ()), tenants={TenantId("small"): small, TenantId("large"): large})
+
+    def order(policy: Astraea) -> list[str]:
+        return sorted(("small", "large"), key=lambda name: policy._standings(view).place_of_tenant(TenantId(name)))
+
+    assert order(ByCredits()) == ["large", "small"]
+    assert order(ByQuota()) == ["small", "large"]
 
 
 def test_nothing_is_claimed_of_none_against_none() -> None:

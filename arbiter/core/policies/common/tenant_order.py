@@ -168,11 +168,11 @@ def tenant_by_tenant(
     for queue in queues.values():
         heapify(queue)
 
-    def first(queue: list[tuple[Place, int]]) -> tuple[Place, int]:
+    def head(queue: list[tuple[Place, int]]) -> tuple[Place, int]:
         least, arrival = queue[0]
         return least if tie is None else tie(view.apps[arrival]), arrival
 
-    tenants = [(standings.place_of_tenant(tenant), first(queue), tenant) for tenant, queue in queues.items()]
+    tenants = [(standings.place_of_tenant(tenant), head(queue), tenant) for tenant, queue in queues.items()]
     heapify(tenants)
     while tenants and selection.left > 0:
         key, (_, arrival), tenant = heappop(tenants)
@@ -187,7 +187,7 @@ def tenant_by_tenant(
                 if selection.has(app) < app.demand_max:
                     heappush(queue, (place(app), arrival))
         if queue:
-            heappush(tenants, (key, first(queue), tenant))
+            heappush(tenants, (key, head(queue), tenant))
 
 
 def turn_of(app: AppView) -> int | None:

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from arbiter.core.placement.assignment import gpus, losses, shares
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.seam import Allocation, AppView, GpuView, Outcome, View
-from protocol.messages import AppId, GpuId
+from protocol.messages import AppId, Bid, GpuId
 
 
 def rest_of(view: View, given: Bundles) -> View:
@@ -33,7 +33,9 @@ def rest_of(view: View, given: Bundles) -> View:
     )
 
 
-def with_bundles(view: View, given: Bundles, reasons: Mapping[AppId, str], rest: Allocation) -> Allocation:
+def with_bundles(
+    view: View, bids: Mapping[AppId, Bid], given: Bundles, reasons: Mapping[AppId, str], rest: Allocation
+) -> Allocation:
     """Return the decision about the other GPUs with those of `given`; `reasons` says why an app got these."""
     owners = _owners(given)
     assign = dict(sorted({**rest.assign, **owners}.items()))
@@ -43,7 +45,7 @@ def with_bundles(view: View, given: Bundles, reasons: Mapping[AppId, str], rest:
     for app in view.apps:
         outcome, lost = told.get(app.app), [gpu for gpu in app.renewable if gpu in owners]
         if app.app in given:
-            outcomes.append(_served(view, app, given[app.app], outcome, reasons[app.app]))
+            outcomes.append(_served(view, app, given[app.app], outcome, reasons[app.app], bid=app.app in bids))
             continue
         if lost and outcome is None:
             outcome = Outcome(app.app, (), rest.rest, rho_now=view.rhos.get(app.app))
@@ -53,13 +55,15 @@ def with_bundles(view: View, given: Bundles, reasons: Mapping[AppId, str], rest:
     return replace(rest, assign=assign, outcomes=tuple(outcomes), rest=rest.rest and rest.rest + clause)
 
 
-def _served(view: View, app: AppView, bundle: tuple[GpuView, ...], other: Outcome | None, reason: str) -> Outcome:
+def _served(
+    view: View, app: AppView, bundle: tuple[GpuView, ...], other: Outcome | None, reason: str, *, bid: bool
+) -> Outcome:
     """Return the outcome of an app that was served first; `other`: that of the auction about the other GPUs."""
     more = other.gpus if other is not None else ()
     if more:
         reason += f", and {gpus(len(more))} more"
     names = tuple(sorted([*(gpu.gpu for gpu in bundle), *more]))
-    return Outcome(app.app, names, reason, rho_now=view.rhos[app.app])
+    return Outcome(app.app, names, reason, bid=bid, rho_now=view.rhos[app.app])
 
 
 def _owners(given: Bundles) -> dict[GpuId, AppId]:

@@ -160,14 +160,15 @@ class Themis(Policy):
             given, reasons = gathered.bundles(view, invited, rho_of, late, standings)
             if given:
                 rest = self.allocate(rest_of(view, given), _other_bids(bids, given), clock)
-                return with_bundles(view, given, reasons, rest)
+                return with_bundles(view, bids, given, reasons, rest)
         if in_parts:
             return within_tenants(view, bids, clock, self._settings, self._split(view))
         given = starts.bundles(view, late)
         if not given:
             return self._auction(view, bids, clock)
         reasons = {app.app: starts.late_reason(view, app, given[app.app]) for app in late if app.app in given}
-        return with_bundles(view, given, reasons, self._auction(rest_of(view, given), _other_bids(bids, given), clock))
+        rest = self._auction(rest_of(view, given), _other_bids(bids, given), clock)
+        return with_bundles(view, bids, given, reasons, rest)
 
     def _auction(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None) -> Allocation:
         """Hold the auction about all GPUs in play, and deal the leftovers."""

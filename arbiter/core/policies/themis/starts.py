@@ -20,11 +20,14 @@ from arbiter.core.seam import AppView, GpuView, View
 
 
 def late_apps(view: View, within_s: float) -> Sequence[AppView]:
-    """Return the apps that answered, want GPUs, and came `within_s` seconds ago or earlier and have had none."""
+    """Return the apps that answered, want a gang, and came `within_s` seconds ago or earlier and have had no GPU."""
     latest = view.now - within_s
-    return [
-        app for app in view.apps if app.arrived_at <= latest and app.had_none and app.wants and app.app in view.rhos
-    ]
+    return [app for app in view.apps if app.arrived_at <= latest and _waits(view, app)]
+
+
+def _waits(view: View, app: AppView) -> bool:
+    """Whether an app that answered waits for its first gang."""
+    return app.had_none and app.gang <= app.want and app.app in view.rhos
 
 
 def bundles(view: View, late: Sequence[AppView]) -> Bundles:
@@ -61,7 +64,7 @@ def prospect(view: View, app: AppView, within_s: float) -> str:
 
     The clause is the same in each round, so that a story has it once.
     """
-    if not (app.had_none and app.wants and app.app in view.rhos) or within_s == inf:
+    if within_s == inf or not _waits(view, app):
         return ""
     if view.elapsed_s(app) < within_s:
         return f"; it comes before the auctions once it has waited for {within_s:.0f} s"
