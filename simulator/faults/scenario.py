@@ -264,7 +264,10 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
     return ArbiterSettings(
         policy=DEFAULT_POLICY if dice.random() < 0.35 else _any_policy(dice),
         policies=_of_policies(
-            dice.choice((0.0, 0.5, 0.8, 1.0)), dice.choice((20.0, 100.0)), (10.0, 60.0, inf)[seed // 3 % 3]
+            fairness_knob=dice.choice((0.0, 0.5, 0.8, 1.0)),
+            threshold_gpu_s=dice.choice((20.0, 100.0)),
+            start_within_s=(10.0, 60.0, inf)[seed // 3 % 3],
+            renewal_factor=(1.0, 1.25, 4.0)[seed // 9 % 3],
         ),
         solver_budget_ms=100.0,
         admins=(OwnerId(ADMIN.id),),
@@ -285,18 +288,12 @@ def _settings(dice: Random, seed: int) -> ArbiterSettings:
     )
 
 
-def _of_policies(fairness_knob: float, threshold_gpu_s: float, start_within_s: float) -> dict[str, dict[str, Setting]]:
-    """Return policies' settings that fit worlds of minutes: each field here, for every policy that has it.
+def _of_policies(**drawn: float) -> dict[str, dict[str, Setting]]:
+    """Return policies' settings that fit worlds of minutes: those drawn and these, for every policy that has them.
 
     `leftover` is not "idle": where bidders want a GPU about equally, it can be idle in every round.
     """
-    fit: dict[str, Setting] = {
-        "fairness_knob": fairness_knob,
-        "leftover": "bidders",
-        "threshold_gpu_s": threshold_gpu_s,
-        "start_within_s": start_within_s,
-        "slot_s": 20.0,
-    }
+    fit: dict[str, Setting] = drawn | {"leftover": "bidders", "slot_s": 20.0}
     return {
         name: {field: value for field, value in fit.items() if field in entry.settings.__struct_fields__}
         for name, entry in POLICIES.items()

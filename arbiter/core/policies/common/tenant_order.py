@@ -12,6 +12,10 @@ another of their tenant is `PATIENCE` leases behind the part that its tenant's a
 Served by the smallest index for ever, an app must give way at the end of each lease to any that has had a little less,
 and what one tenant did not use is held against the one that did. *Source:* ours; `docs/evaluation/astraea.md` measures
 it.
+
+Where tenants are patient, as under `themis`, those whose leases end go on as if they had had `PATIENCE` leases of these
+GPUs less, but before no tenant that has had less than nearly what is fair. So two tenants that both want a whole node
+take turns of some leases, not of one. *Source:* ours; `benchmarks/results/default.md` measures it.
 """
 
 from __future__ import annotations
@@ -31,7 +35,10 @@ Place = TypeVar("Place", float, tuple[float, bool, float], tuple[bool, float, bo
 
 #: The index from which on a tenant has had enough: so much above 1 that it is not below before a lease ends elsewhere.
 ENOUGH_TENANT = 1.05
-#: So many leases an app that has had what is fair may be behind the others of its tenant, which go on meanwhile.
+#: The index from which on a tenant has had nearly what is fair, and can wait while others' apps go on.
+NEARLY_FAIR = 0.97
+#: So many leases an app that has had what is fair may be behind the others of its tenant, which go on meanwhile; and a
+#: tenant that has had nearly what is fair behind the other tenants.
 PATIENCE = 4.0
 
 #: Of a tenant that no history knows, as in a view made by hand.
@@ -49,21 +56,32 @@ class Standings:
     `today_first`: of those that have had what is fair, tenants with less in the round than is fair now come first.
     Where equal tenants go by which apps run, it must be so, or the apps that run keep the others out; where they go by
     which app is worst off, it must not.
+    `patient`: a tenant whose leases end goes on while the others have had nearly what is fair, by `PATIENCE` leases.
     """
 
-    def __init__(self, view: View, *, today_first: bool, by_quota: bool = False, until_fair: bool = True) -> None:
+    def __init__(
+        self, view: View, *, today_first: bool, by_quota: bool = False, until_fair: bool = True, patient: bool = False
+    ) -> None:
         self._view = view
         self._by_quota = by_quota
         self._until_fair = until_fair
         self._today_first = today_first
         self._counted = kept_of(view)
         self._dealt: Counter[AppId] = Counter()
+        #: GPUs in play that each tenant's apps hold, less those dealt to it; where tenants are not patient, none.
+        self._ending: Counter[TenantId] = Counter()
+        if patient:
+            for app in view.apps:
+                if app.renewable:
+                    self._ending[app.tenant] += len(app.renewable)
         #: Before anything is dealt; 1 where it is less.
         self._surplus = {tenant: max(1.0, self.of_tenant(tenant)) for tenant in {app.tenant for app in view.apps}}
 
     def deal(self, app: AppView, gpus: int) -> None:
         """Count the lease of so many GPUs as served."""
         self._counted[app.tenant] += gpus
+        if self._ending[app.tenant]:
+            self._ending[app.tenant] -= min(gpus, self._ending[app.tenant])
         self._dealt[app.app] += gpus
 
     def of_tenant(self, tenant: TenantId) -> float:
@@ -101,11 +119,20 @@ class Standings:
 
     def place_of_tenant(self, tenant: TenantId) -> tuple[float, bool]:
         """Return by what tenants are served, the smallest first."""
-        index = self.of_tenant(tenant)
+        index = self._patient(tenant, self.of_tenant(tenant))
         if self._until_fair and index >= ENOUGH_TENANT:
             due = self.due_gpus(tenant) if self._today_first else 0.0
             return ENOUGH_TENANT, self._counted[tenant] >= due * (1.0 - 1e-9)
         return index, False
+
+    def _patient(self, tenant: TenantId, index: float) -> float:
+        """Return an index, less where leases of the tenant end, so that its apps are not stopped for little."""
+        ending = self._ending[tenant]
+        if not ending or not NEARLY_FAIR < index < inf:
+            return index
+        lease_s = self._view.lease_s
+        fair_gpu_s, share = self._due(tenant)
+        return max(NEARLY_FAIR, index - PATIENCE * ending * lease_s / (fair_gpu_s + share * lease_s))
 
     def place_of_app(self, app: AppView) -> tuple[float, bool, float]:
         """Return by what the apps of a tenant are served, the smallest first."""

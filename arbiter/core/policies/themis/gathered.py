@@ -39,7 +39,7 @@ def bundles(
     bids
         Those of apps that were offered GPUs.
     rho_of
-        Returns the rho by which an app comes to bid; it must have told one.
+        Returns the rho by which apps are compared; it must have told one.
     late
         The apps that come before all bidders, in their order.
     standings

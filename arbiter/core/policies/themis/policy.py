@@ -18,6 +18,10 @@ an app that has had more than `excess` times the GPU time that it declared comes
 less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
 it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
+An app whose leases end comes by a rho that is `renewal_factor` times as great. Where apps are about equally badly off,
+one would otherwise stop another at the end of each lease, and a later round would turn that back. Each stop costs a
+checkpoint and a start, and no app is better off in the end. This rule is ours; 1 is the paper's.
+
 Before the auction an app that has waited for its first GPUs for `start_within_s` seconds gets a gang (`starts`), and
 GPUs that were brought together for a gang that has waited long go to such a gang (`gathered`).
 
@@ -42,7 +46,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, Standings, tenant_by_tenant
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -86,12 +90,16 @@ class Settings(PolicySettings, frozen=True):
     excess: float = math.inf
     #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
     start_within_s: float = 3600.0
+    #: The rho of an app that holds GPUs in play counts so many times, so that an app that is hardly worse off does not
+    #: stop it. 1: as told.
+    renewal_factor: float = 1.25
 
     def __post_init__(self) -> None:
         """Refuse what is out of range."""
         require(0.0 <= self.fairness_knob <= 1.0, "fairness_knob", self.fairness_knob, "from 0 to 1")
         require(self.excess > 1.0, "excess", self.excess, "a number above 1")
         require(self.start_within_s >= 0.0, "start_within_s", self.start_within_s, "0 or more")
+        require(1.0 <= self.renewal_factor < math.inf, "renewal_factor", self.renewal_factor, "a number from 1 up")
         require(self.leftover in LEFTOVER, "leftover", f'"{self.leftover}"', f"one of {', '.join(LEFTOVER)}")
 
 
@@ -138,9 +146,9 @@ class Themis(Policy):
             return ()
         # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
         count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
-        excess = self._settings.excess
+        settings = self._settings
         order = ranked(
-            view.seed, able, key=lambda app: -_rho(view, app, excess), name=lambda app: app.app, purpose="cutoff"
+            view.seed, able, key=lambda app: -_claim(view, app, settings), name=lambda app: app.app, purpose="cutoff"
         )
         return tuple(app.app for app in islice(order, count))
 
@@ -238,7 +246,7 @@ class _Round:
     ) -> None:
         self.deal = Deal(view)
         self._view = view
-        self._excess, self._start_within_s = settings.excess, settings.start_within_s
+        self._settings = settings
         self._offered = offered
         self._number = {bidder.app: number for number, bidder in enumerate(entry.bidders)}
         self._bidders = {bidder.app: bidder for bidder in entry.bidders}
@@ -269,7 +277,7 @@ class _Round:
         self._way = "in order of rho"
         apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
         answered = (app for app in apps if app.app in self._view.rhos)
-        waiting = sorted(answered, key=lambda app: (-_rho(self._view, app, self._excess), app.app))
+        waiting = sorted(answered, key=lambda app: (-_claim(self._view, app, self._settings), app.app))
         while waiting:
             waiting = [app for app in waiting if self._give_one_gang(app)]
         self._renew(apps)
@@ -306,7 +314,7 @@ class _Round:
         got = self.deal.got[app.app]
         names = tuple(sorted(gpu.gpu for gpu in got))
         award, rho = self._awards.get(app.app), self._view.rhos.get(app.app)
-        prospect = "" if names else starts.prospect(self._view, app, self._start_within_s)
+        prospect = "" if names else starts.prospect(self._view, app, self._settings.start_within_s)
         tail = self._leftover_clause(app) + self.deal.losses(app) + prospect
         if award is None:
             return Outcome(app.app, names, self._outsider_reason(app) + tail, rho_now=rho)
@@ -373,9 +381,13 @@ class _Round:
         if rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "no app"
-        counted, why = _rho(self._view, app, self._excess), ""
-        if counted < rho:
-            why = f" ({rho:.4g} divided by {rho / counted:.3g}, as it has had more than it declared)"
+        counted, whys = _claim(self._view, app, self._settings), []
+        held = _rho(self._view, app, self._settings.excess)
+        if held < rho:
+            whys.append(f" divided by {rho / held:.3g}, as it has had more than it declared")
+        if counted > held:
+            whys.append(f" times {counted / held:.3g}, as its leases end")
+        why = f" ({rho:.4g}{' and'.join(whys)})" if whys else ""
         return f"did not bid, its rho {counted:.4g}{why} being {self._cutoff}; the auction's GPUs went to {winners}"
 
     @property
@@ -386,7 +398,7 @@ class _Round:
     @cached_property
     def _cutoff(self) -> str:
         bidders = [app for app in self._view.apps if app.app in self._offered and app.app in self._view.rhos]
-        rhos = [_rho(self._view, app, self._excess) for app in bidders]
+        rhos = [_claim(self._view, app, self._settings) for app in bidders]
         return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
 
     def _leftover_clause(self, app: AppView) -> str:
@@ -450,12 +462,12 @@ def _some_stay(view: View) -> bool:
 
 def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
-    standings = Standings(view, today_first=False)  # the worst off of equal tenants comes first
+    standings = Standings(view, today_first=False, patient=True)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
     late = {app.app for app in starts.late_apps(view, settings.start_within_s)}
 
     def worth(app: AppView) -> float:
-        return -_rho(view, app, settings.excess) if app.app in view.rhos else math.inf
+        return -_claim(view, app, settings) if app.app in view.rhos else math.inf
 
     def place(app: AppView) -> float:
         return -math.inf if late and app.app in late else worth(app)
@@ -515,6 +527,7 @@ class _Partless:
         self.rhos = view.rhos
         self._view, self._start_within_s = view, start_within_s
         self._in_play = Deal(view)
+        self._standings = Standings(view, today_first=False)
         self._misfits: dict[tuple[object, ...], str] = {}
 
     def reason(self, app: AppView) -> str:
@@ -524,11 +537,17 @@ class _Partless:
         if not self._in_play.left:
             return "no GPU is in play"
         misfit = self._misfit(app)
-        no_part = (
-            f"its tenant {app.tenant} has no part of the GPUs in play: others have had less of what is fair for them"
-        )
-        why = f"nothing in play fits: {misfit}" if misfit else no_part
+        why = f"nothing in play fits: {misfit}" if misfit else self._no_part(app.tenant)
         return why + starts.prospect(self._view, app, self._start_within_s)
+
+    def _no_part(self, tenant: TenantId) -> str:
+        no_part = f"its tenant {tenant} has no part of the GPUs in play"
+        if self._standings.of_tenant(tenant) <= NEARLY_FAIR:
+            return f"{no_part}: others have had less of what is fair for them"
+        return (
+            f"{no_part}: it has had nearly what is fair, or more, so it waits for tenants that have had less, whose apps "
+            "run, or whose apps are worse off"
+        )
 
     def _misfit(self, app: AppView) -> str:
         """Return why `app` could use nothing if all in play were its; empty where it could."""
@@ -579,7 +598,7 @@ def _content(app: AppView) -> str:
 
 
 def _rho(view: View, app: AppView, excess: float) -> float:
-    """Return the rho by which an app comes to bid: less by so many times as it has had more than it declared."""
+    """Return an app's rho, less by so many times as it has had more than it declared."""
     rho = view.rhos[app.app]
     if excess == math.inf or not app.declared_gpu_s:
         return rho
@@ -587,3 +606,9 @@ def _rho(view: View, app: AppView, excess: float) -> float:
     if had_gpu_s <= excess * app.declared_gpu_s:
         return rho
     return rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)
+
+
+def _claim(view: View, app: AppView, settings: Settings) -> float:
+    """Return the rho by which an app comes to bid: greater where its leases end, so that little does not stop it."""
+    rho = _rho(view, app, settings.excess)
+    return rho * settings.renewal_factor if app.renewable else rho
