@@ -293,7 +293,7 @@ def _of_policies(**drawn: float) -> dict[str, dict[str, Setting]]:
 
     `leftover` is not "idle": where bidders want a GPU about equally, it can be idle in every round.
     """
-    fit: dict[str, Setting] = drawn | {"leftover": "bidders", "slot_s": 20.0}
+    fit: dict[str, Setting] = {**drawn, "leftover": "bidders", "slot_s": 20.0}
     return {
         name: {field: value for field, value in fit.items() if field in entry.settings.__struct_fields__}
         for name, entry in POLICIES.items()

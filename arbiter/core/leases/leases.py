@@ -202,13 +202,32 @@ def withdraw(turn: Turn, gpu: Gpu, reason: str, *, preempted: model.PreemptedBy)
 def extend(turn: Turn) -> None:
     """After an absence of our own, or while we can hold no round: let no lease end before one could renew it."""
     settings = turn.state.settings
-    round_s = settings.probe_s + settings.bid_s + settings.solver_budget_s
-    grace_until = turn.now + settings.renewal_lead_s + round_s
+    grace_until = turn.now + settings.renewal_lead_s + settings.round_s
     for gpu in list(turn.state.gpus.values()):
         if isinstance(gpu.state, Leased) and gpu.state.lease.expires_at < grace_until:
-            turn.put_gpu(gpu, Leased(replace(gpu.state.lease, expires_at=grace_until)))
-            if gpu.id in turn.state.aligned:
-                turn.state.aligned[gpu.id] = grace_until
+            _draw_out(turn, gpu, gpu.state.lease, grace_until)
+
+
+def outlast_pause(turn: Turn, next_round_at: float, not_renewed: Collection[GpuId]) -> None:
+    """Let no lease end in the pause after a round but those that the round was about and did not renew.
+
+    The others go on until the next round, which is not before `next_round_at`, can decide about them.
+    """
+    settings = turn.state.settings
+    late = next_round_at + settings.round_s
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > late:
+        return
+    until = next_round_at + settings.renewal_lead_s
+    for gpu_id in sorted(gpu for gpu, end in turn.index.ends.items() if end <= late and end < until):
+        gpu = turn.state.gpus[gpu_id]
+        if gpu_id not in not_renewed and isinstance(gpu.state, Leased):
+            _draw_out(turn, gpu, gpu.state.lease, until)
+
+
+def _draw_out(turn: Turn, gpu: Gpu, lease: Lease, until: float) -> None:
+    turn.put_gpu(gpu, Leased(replace(lease, expires_at=until)))
+    if gpu.id in turn.state.aligned:
+        turn.state.aligned[gpu.id] = until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:

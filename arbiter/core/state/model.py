@@ -105,6 +105,11 @@ class ArbiterSettings(Struct, frozen=True):
         return self.solver_budget_ms / 1000.0
 
     @property
+    def round_s(self) -> float:
+        """How long a round may take: both phases of answers, and the decision."""
+        return self.probe_s + self.bid_s + self.solver_budget_s
+
+    @property
     def policy_settings(self) -> Table:
         """What is set of the policy in force."""
         return self.policies.get(self.policy, _NOTHING)

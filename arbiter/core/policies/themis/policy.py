@@ -545,8 +545,8 @@ class _Partless:
         if self._standings.of_tenant(tenant) <= NEARLY_FAIR:
             return f"{no_part}: others have had less of what is fair for them"
         return (
-            f"{no_part}: it has had nearly what is fair, or more, so it waits for tenants that have had less, whose apps "
-            "run, or whose apps are worse off"
+            f"{no_part}: it has had nearly what is fair, or more, so it waits for tenants that have had less, whose "
+            "apps run, or whose apps are worse off"
         )
 
     def _misfit(self, app: AppView) -> str:
