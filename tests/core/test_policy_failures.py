@@ -192,3 +192,19 @@ def test_a_policy_without_auctions_does_not_wait_for_the_solver() -> None:
     site.app("ana-1")
     site.wait(1.0)
     assert site.held("ana-1")
+
+
+def test_after_a_failure_no_lease_ends_before_the_next_round() -> None:
+    site = Site(replace(SETTINGS, policy="astraea", lease_s=100.0, round_pause_s=60.0, renewal_lead_s=10.0))
+    site.node("n1", 1)
+    site.app("ana-1")
+    site.wait(2.0)
+    (gpu,) = site.held("ana-1")
+    site.decides_late, count = True, 0
+    for _ in range(300):
+        effects = [*site.node("n1", used=[gpu]), *site.app("ana-1"), *site.wait(1.0)]
+        for ask in [effect for effect in effects if isinstance(effect, Decide)][-1:]:
+            site.handle(failed(ask, RuntimeError("no")))
+            count += 1
+        assert site.held("ana-1") == [gpu]
+    assert count > 2

@@ -23,16 +23,18 @@ from simulator.workload import AppPlan, JobPlan, Workload
 from tests.support.auctions import app_of, bid_of, gpus_of, view_of
 
 (GPU,) = gpus_of(1)
-LEASE_S = 60.0
+LEASE_S, NOW = 60.0, 1e6
 RUNS, WAITS = AppId("runs"), AppId("waits")
 
 
-def round_of(runs_rho: float, waits_rho: float, *tenants: str) -> View:
+def round_of(runs_rho: float, waits_rho: float, *tenants: str, stay_s: float = 30.0) -> View:
     """Return a round about the one GPU of an app whose lease ends, while another waits."""
     of_runs, of_waits = tenants or ("t", "t")
-    runs = replace(app_of(RUNS, demand_max=1, renewable=[GPU.gpu]), tenant=TenantId(of_runs), leases=1)
+    runs = replace(app_of(RUNS, demand_max=1, renewable=[GPU.gpu]), tenant=TenantId(of_runs))
+    runs = replace(runs, leases=1, granted_sum=NOW - stay_s)
     waits = replace(app_of(WAITS, demand_max=1), tenant=TenantId(of_waits))
-    return view_of([replace(GPU, holder=RUNS)], [runs, waits], {RUNS: runs_rho, WAITS: waits_rho})
+    view = view_of([replace(GPU, holder=RUNS)], [runs, waits], {RUNS: runs_rho, WAITS: waits_rho})
+    return replace(view, lease_s=LEASE_S, now=NOW)
 
 
 def winner(view: View, **changes: object) -> AppId:
@@ -47,6 +49,12 @@ def winner(view: View, **changes: object) -> AppId:
 def test_an_app_that_is_a_little_worse_off_stops_no_other(leftover: str) -> None:
     assert winner(round_of(1.0, 1.2), leftover=leftover) == RUNS
     assert winner(round_of(1.0, 1.3), leftover=leftover) == WAITS
+
+
+def test_an_app_that_has_run_for_four_leases_gives_way_to_any_that_is_worse_off() -> None:
+    assert winner(round_of(1.0, 1.01, stay_s=4 * LEASE_S - 1.0)) == RUNS
+    assert winner(round_of(1.0, 1.01, stay_s=4 * LEASE_S)) == WAITS
+    assert winner(round_of(1.02, 1.01, stay_s=4 * LEASE_S)) == RUNS
 
 
 def test_by_a_factor_of_1_the_worst_off_app_comes_first() -> None:
@@ -69,7 +77,11 @@ def test_an_app_whose_leases_end_and_that_does_not_bid_is_told_by_what_it_was_co
     policy = Themis(Settings(fairness_knob=1.0, start_within_s=math.inf))
     told = policy.allocate(view, {WAITS: bid_of(WAITS, 1.3, (1, "cluster", 0.5))})
     (reason,) = [outcome.reason for outcome in told.outcomes if outcome.app == RUNS]
-    assert "did not bid, its rho 1.25 (1 times 1.25, as its leases end) being not above 1.3" in reason
+    its_own = "did not bid, its rho 1.25 (1 times 1.25, as it got its GPUs 30 s ago) being not above 1.3, the least"
+    assert its_own in reason
+    told = policy.allocate(round_of(1.0, 1.2), {RUNS: bid_of(RUNS, 1.0, (1, "cluster", 0.5))})
+    (reason,) = [outcome.reason for outcome in told.outcomes if outcome.app == WAITS]
+    assert "did not bid, its rho 1.2 being not above 1.25 (1 times 1.25, as it got its GPUs 30 s ago), the" in reason
 
 
 def standing(had_of_fair: float, fair_gpu_s: float) -> TenantView:
@@ -94,13 +106,14 @@ def of_tenants(runs: float, waits: float, leases: float) -> View:
         TenantId("runs"): standing(runs * scale, fair_gpu_s),
         TenantId("waits"): standing(waits * scale, fair_gpu_s),
     }
-    return replace(round_of(1.0, 9.0, "runs", "waits"), lease_s=LEASE_S, tenants=tenants, now=1e6)
+    return replace(round_of(1.0, 9.0, "runs", "waits"), tenants=tenants)
 
 
 def test_a_tenant_goes_on_while_another_that_has_had_a_little_less_has_nearly_what_is_fair() -> None:
     assert winner(of_tenants(1.0, 0.98, leases=100.0)) == RUNS
     assert winner(of_tenants(1.0, 0.96, leases=100.0)) == WAITS, "less than nearly what is fair"
     assert winner(of_tenants(0.96, 0.95, leases=100.0)) == WAITS, "neither has had nearly what is fair"
+    assert winner(of_tenants(1.06, 1.06, leases=100.0)) == WAITS, "both have had enough, and its app is worse off"
     assert winner(of_tenants(1.0, 0.995, leases=1000.0)) == WAITS, "five leases behind"
     assert winner(of_tenants(1.0, 0.997, leases=1000.0)) == RUNS, "three leases behind"
 

@@ -925,3 +925,14 @@ def test_a_holder_that_asks_for_another_priority_is_seen_with_it_at_once() -> No
     shop.more["own-1"] = {"priority": 7}
     shop._report("own-1")  # the site compares all views with a fresh derivation after each event
     assert priorities() == {7}
+
+
+def test_the_lease_of_a_guest_that_wants_nothing_any_more_ends_where_leases_end() -> None:
+    shop = Shop(replace(SHARED, policy="astraea", lease_s=60.0, renewal_lead_s=10.0), n1=1)
+    shop.come("ana-1")
+    shop.come("bob-1")
+    assert shop.site.held("bob-1") == [second(ONE)]
+    shop.demand["bob-1"] = (1, 0)
+    shop.settle(60)
+    assert not shop.site.held("bob-1")
+    assert shop.site.held("ana-1") == [ONE]

@@ -14,7 +14,7 @@ from simulator.workload import AppPlan, JobPlan, Workload
 
 
 @pytest.mark.parametrize("policy", ["themis", "astraea", "maxmin-ftf", "gandiva-fair"])
-@pytest.mark.parametrize("pause_s", [60.0, 300.0, 900.0])
+@pytest.mark.parametrize("pause_s", [60.0, 300.0, 500.0])
 def test_apps_that_no_other_app_waits_behind_are_never_stopped(policy: str, pause_s: float) -> None:
     apps = tuple(
         AppPlan(f"app-{number}", f"tenant-{number}", 217.0 * number, 1, 1, (JobPlan(7200.0, 7200),))

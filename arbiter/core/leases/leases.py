@@ -208,26 +208,30 @@ def extend(turn: Turn) -> None:
             _draw_out(turn, gpu, gpu.state.lease, grace_until)
 
 
-def outlast_pause(turn: Turn, next_round_at: float, not_renewed: Collection[GpuId]) -> None:
-    """Let no lease end in the pause after a round but those that the round was about and did not renew.
+def outlast_pause(turn: Turn, next_round_at: float, began_at: float) -> None:
+    """Let no lease end in the pause after a round that began too early to renew it.
 
-    The others go on until the next round, which is not before `next_round_at`, can decide about them.
+    It goes on until the next round, which is not before `next_round_at`, can decide about it. A guest's lease ends.
     """
     settings = turn.state.settings
     late = next_round_at + settings.round_s
     if turn.policy.traits.tenure != "lease" or turn.index.next_end > late:
         return
-    until = next_round_at + settings.renewal_lead_s
-    for gpu_id in sorted(gpu for gpu, end in turn.index.ends.items() if end <= late and end < until):
+    renewable, until = began_at + settings.renewal_lead_s, next_round_at + settings.renewal_lead_s
+    ends = sorted(turn.index.ends.items())
+    for gpu_id in [gpu for gpu, end in ends if renewable < end <= late and end < until]:
         gpu = turn.state.gpus[gpu_id]
-        if gpu_id not in not_renewed and isinstance(gpu.state, Leased):
+        if isinstance(gpu.state, Leased) and gpu_id not in turn.index.guests:
             _draw_out(turn, gpu, gpu.state.lease, until)
 
 
 def _draw_out(turn: Turn, gpu: Gpu, lease: Lease, until: float) -> None:
+    """Let a lease end later, and with it those that are to end with it."""
     turn.put_gpu(gpu, Leased(replace(lease, expires_at=until)))
-    if gpu.id in turn.state.aligned:
-        turn.state.aligned[gpu.id] = until
+    aligned = turn.state.aligned
+    end = aligned.get(gpu.id)
+    for mate in [mate for mate, at in aligned.items() if at == end]:
+        aligned[mate] = until
 
 
 def prove(turn: Turn, gpu: Gpu) -> None:

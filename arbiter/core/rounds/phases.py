@@ -13,6 +13,7 @@ decision no longer than to its deadline.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from math import inf
 from typing import Literal, assert_never
 
 from msgspec.structs import replace
@@ -105,11 +106,9 @@ def take_decision(turn: Turn, decided: Decided) -> None:
         return
     off = claim_audit.compare(turn, _said(turn, phase))
     outcomes = enactment.enact(turn, phase, decided.allocation)
-    alignment.look(turn, phase.in_play)
     state.phase = Idle(turn.now + state.settings.round_pause_s)
-    held = ((gpu, state.gpus[gpu].state) for gpu in phase.in_play if gpu in state.gpus)
-    not_renewed = {gpu for gpu, now in held if not (isinstance(now, Leased) and now.lease.round == state.round)}
-    leases.outlast_pause(turn, state.phase.not_before, not_renewed)
+    leases.outlast_pause(turn, state.phase.not_before, phase.started_at if decided.failure is None else -inf)
+    alignment.look(turn, phase.in_play)
     if decided.allocation.look_again_s is not None:
         state.look_again_at = turn.now + decided.allocation.look_again_s
     if decided.failure is not None:
@@ -196,7 +195,7 @@ def _try(turn: Turn) -> None:
         view = views.make_view(turn, gpus, {})
     if view is None or not any(app.wants for app in view.apps) or not (gpus or _invites(view)):
         state.phase = Idle(turn.now + state.settings.round_pause_s)
-        leases.outlast_pause(turn, state.phase.not_before, gpus)
+        leases.outlast_pause(turn, state.phase.not_before, turn.now)
         state.fruitless_at = turn.now
     else:
         state.round += 1

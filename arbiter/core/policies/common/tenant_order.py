@@ -128,7 +128,7 @@ class Standings:
     def _patient(self, tenant: TenantId, index: float) -> float:
         """Return an index, less where leases of the tenant end, so that its apps are not stopped for little."""
         ending = self._ending[tenant]
-        if not ending or not NEARLY_FAIR < index < inf:
+        if not ending or not NEARLY_FAIR < index < ENOUGH_TENANT:
             return index
         lease_s = self._view.lease_s
         fair_gpu_s, share = self._due(tenant)

@@ -18,9 +18,10 @@ an app that has had more than `excess` times the GPU time that it declared comes
 less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
 it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
-An app whose leases end comes by a rho that is `renewal_factor` times as great. Where apps are about equally badly off,
-one would otherwise stop another at the end of each lease, and a later round would turn that back. Each stop costs a
-checkpoint and a start, and no app is better off in the end. This rule is ours; 1 is the paper's.
+An app whose leases end comes by a rho that is `renewal_factor` times as great, for four leases after it got its GPUs.
+Where apps are about equally badly off, one would otherwise stop another at the end of each lease, and a later round
+would turn that back. Each stop costs a checkpoint and a start, and no app is better off in the end. This rule is ours;
+1 is the paper's.
 
 Before the auction an app that has waited for its first GPUs for `start_within_s` seconds gets a gang (`starts`), and
 GPUs that were brought together for a gang that has waited long go to such a gang (`gathered`).
@@ -46,7 +47,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, PATIENCE, Standings, tenant_by_tenant
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -90,8 +91,8 @@ class Settings(PolicySettings, frozen=True):
     excess: float = math.inf
     #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
     start_within_s: float = 3600.0
-    #: The rho of an app that holds GPUs in play counts so many times, so that an app that is hardly worse off does not
-    #: stop it. 1: as told.
+    #: The rho of an app that got GPUs in play less than four leases ago counts so many times, so that an app that is
+    #: hardly worse off does not stop it. 1: as told.
     renewal_factor: float = 1.25
 
     def __post_init__(self) -> None:
@@ -381,14 +382,19 @@ class _Round:
         if rho is None:
             return "did not answer the probe in time, so it took no part"
         winners = self._winners or "no app"
-        counted, whys = _claim(self._view, app, self._settings), []
+        return (
+            f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}; the auction's GPUs went to {winners}"
+        )
+
+    def _claim_words(self, app: AppView) -> str:
+        """Return the rho by which an app comes to bid, and what makes it another one than the app's own."""
+        rho, claim, whys = self._view.rhos[app.app], _claim(self._view, app, self._settings), []
         held = _rho(self._view, app, self._settings.excess)
         if held < rho:
             whys.append(f" divided by {rho / held:.3g}, as it has had more than it declared")
-        if counted > held:
-            whys.append(f" times {counted / held:.3g}, as its leases end")
-        why = f" ({rho:.4g}{' and'.join(whys)})" if whys else ""
-        return f"did not bid, its rho {counted:.4g}{why} being {self._cutoff}; the auction's GPUs went to {winners}"
+        if claim > held:
+            whys.append(f" times {claim / held:.3g}, as it got its GPUs {_stay_s(self._view, app):.0f} s ago")
+        return f"{claim:.4g} ({rho:.4g}{' and'.join(whys)})" if whys else f"{claim:.4g}"
 
     @property
     def rest(self) -> str:
@@ -398,8 +404,10 @@ class _Round:
     @cached_property
     def _cutoff(self) -> str:
         bidders = [app for app in self._view.apps if app.app in self._offered and app.app in self._view.rhos]
-        rhos = [_claim(self._view, app, self._settings) for app in bidders]
-        return f"not above {min(rhos):.4g}, the least of the bidders" if rhos else "not among those that bid"
+        if not bidders:
+            return "not among those that bid"
+        least = min(bidders, key=lambda app: _claim(self._view, app, self._settings))
+        return f"not above {self._claim_words(least)}, the least of the bidders"
 
     def _leftover_clause(self, app: AppView) -> str:
         renewed, given = self._renewed.get(app.app, 0), self._given.get(app.app, 0)
@@ -609,6 +617,13 @@ def _rho(view: View, app: AppView, excess: float) -> float:
 
 
 def _claim(view: View, app: AppView, settings: Settings) -> float:
-    """Return the rho by which an app comes to bid: greater where its leases end, so that little does not stop it."""
+    """Return the rho by which an app comes to bid: greater where it got GPUs in play not long ago."""
     rho = _rho(view, app, settings.excess)
-    return rho * settings.renewal_factor if app.renewable else rho
+    if not app.renewable or not app.leases or _stay_s(view, app) >= PATIENCE * view.lease_s:
+        return rho
+    return rho * settings.renewal_factor
+
+
+def _stay_s(view: View, app: AppView) -> float:
+    """Return for how long an app has held its GPUs; of several leases the mean."""
+    return view.now - app.granted_sum / app.leases
