@@ -260,10 +260,11 @@ def check_settings(settings: ArbiterSettings, source: str) -> None:
             f"{source}: arbiter.align_after_leases is {settings.align_after_leases}; give after how many leases of "
             "waiting, 1 or more, or 0 for never"
         )
-    if settings.renewal_lead_s + settings.round_pause_s + settings.probe_s + settings.bid_s >= settings.lease_s:
+    name = "renewal_lead_s" if settings.renewal_lead_s >= settings.round_pause_s else "round_pause_s"
+    if getattr(settings, name) + settings.probe_s + settings.bid_s >= settings.lease_s:
         raise ConfigError(
-            f"{source}: arbiter.lease_s is {settings.lease_s}, too short for renewal_lead_s + round_pause_s + probe_s "
-            "+ bid_s; make the lease longer or the others shorter"
+            f"{source}: arbiter.lease_s is {settings.lease_s}, too short for {name} + probe_s + bid_s; "
+            "make the lease longer or the others shorter"
         )
     config.require_positive(settings, ("solver_budget_ms",), f"{source}: arbiter")
     _check_bounds(settings, source)

@@ -187,7 +187,8 @@ def test_apps_that_are_over_are_in_the_ledger_with_what_they_had(tmp_path: Path)
             "[arbiter]\npolicy = 'lottery'\n",
             f"arbiter.policy is 'lottery'; choose one of {', '.join(sorted(POLICIES))}",
         ),
-        ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short"),
+        ("[arbiter]\nlease_s = 20.0\n", "arbiter.lease_s is 20.0, too short for renewal_lead_s + probe_s + bid_s"),
+        ("[arbiter]\nround_pause_s = 597\n", "arbiter.lease_s is 600.0, too short for round_pause_s + probe_s + bid_s"),
         ("[arbiter]\nbeat_s = 0.0\n", "beat_s is 0.0; it must be above 0"),
         ("[policy.themis]\nfairness_knob = 1.5\n", "policy.themis: fairness_knob is 1.5; it must be from 0 to 1"),
         (

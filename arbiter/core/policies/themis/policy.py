@@ -120,6 +120,8 @@ class Themis(Policy):
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
 
+        An app that got GPUs in play not long ago counts as worse off than it is (`renewal_factor`).
+
         With `tenants_first` that is so within each tenant that has a part of the GPUs in play; bids of others would not
         enter any auction.
         """
