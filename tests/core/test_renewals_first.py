@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, Standings
 from arbiter.core.policies.tenants.astraea import Astraea
-from arbiter.core.policies.themis.policy import Settings, Themis
+from arbiter.core.policies.themis.policy import STAY, Settings, Themis
 from arbiter.core.registry import tables
 from arbiter.core.seam import TenantView, View
 from arbiter.core.state.model import ArbiterSettings
@@ -51,10 +51,10 @@ def test_an_app_that_is_a_little_worse_off_stops_no_other(leftover: str) -> None
     assert winner(round_of(1.0, 1.3), leftover=leftover) == WAITS
 
 
-def test_an_app_that_has_run_for_four_leases_gives_way_to_any_that_is_worse_off() -> None:
-    assert winner(round_of(1.0, 1.01, stay_s=4 * LEASE_S - 1.0)) == RUNS
-    assert winner(round_of(1.0, 1.01, stay_s=4 * LEASE_S)) == WAITS
-    assert winner(round_of(1.02, 1.01, stay_s=4 * LEASE_S)) == RUNS
+def test_an_app_that_has_run_for_long_gives_way_to_any_that_is_worse_off() -> None:
+    assert winner(round_of(1.0, 1.01, stay_s=STAY * LEASE_S - 1.0)) == RUNS
+    assert winner(round_of(1.0, 1.01, stay_s=STAY * LEASE_S)) == WAITS
+    assert winner(round_of(1.02, 1.01, stay_s=STAY * LEASE_S)) == RUNS
 
 
 def test_by_a_factor_of_1_the_worst_off_app_comes_first() -> None:

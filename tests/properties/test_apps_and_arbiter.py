@@ -246,9 +246,9 @@ def test_every_app_finishes_and_no_cooperative_step_is_lost(seed: int) -> None:
 def test_in_calm_weather_gpus_change_hands_by_preemption() -> None:
     world = World(1, calm_at=0.0)
     for _ in range(3):
-        world.submit("ada", job(400))
-        world.submit("bob", job(400))
-    world.run(1500.0)
+        world.submit("ada", job(3000))
+        world.submit("bob", job(3000))
+    world.run(3000.0)
     assert world.over()
     assert sum(app.tally.preemptions for app in world.arbiter.state.apps.values()) > 0
     assert all(app.tally.grants > 0 for app in world.arbiter.state.apps.values())

@@ -18,7 +18,7 @@ an app that has had more than `excess` times the GPU time that it declared comes
 less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
 it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
 
-An app whose leases end comes by a rho that is `renewal_factor` times as great, for four leases after it got its GPUs.
+An app whose leases end comes by a rho that is `renewal_factor` times as great, for `STAY` leases after it got its GPUs.
 Where apps are about equally badly off, one would otherwise stop another at the end of each lease, and a later round
 would turn that back. Each stop costs a checkpoint and a start, and no app is better off in the end. This rule is ours;
 1 is the paper's.
@@ -47,7 +47,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, PATIENCE, Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, Standings, tenant_by_tenant
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -75,6 +75,8 @@ EXPLAINING = 0.2
 LEFTOVER = ("idle", "bidders", "worst-off")
 #: The rho of an app that has had more than it declared counts at least for this part.
 HELD_MIN = 0.25
+#: For so many leases after it got GPUs an app counts as worse off than it is: four hours by default.
+STAY = 24.0
 
 
 class Settings(PolicySettings, frozen=True):
@@ -91,7 +93,7 @@ class Settings(PolicySettings, frozen=True):
     excess: float = math.inf
     #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
     start_within_s: float = 3600.0
-    #: The rho of an app that got GPUs in play less than four leases ago counts so many times, so that an app that is
+    #: The rho of an app that got GPUs in play less than `STAY` leases ago counts so many times, so that an app that is
     #: hardly worse off does not stop it. 1: as told.
     renewal_factor: float = 1.25
 
@@ -621,7 +623,7 @@ def _rho(view: View, app: AppView, excess: float) -> float:
 def _claim(view: View, app: AppView, settings: Settings) -> float:
     """Return the rho by which an app comes to bid: greater where it got GPUs in play not long ago."""
     rho = _rho(view, app, settings.excess)
-    if not app.renewable or not app.leases or _stay_s(view, app) >= PATIENCE * view.lease_s:
+    if not app.renewable or not app.leases or _stay_s(view, app) >= STAY * view.lease_s:
         return rho
     return rho * settings.renewal_factor
 
