@@ -211,17 +211,17 @@ def extend(turn: Turn) -> None:
 def outlast_pause(turn: Turn, next_round_at: float, began_at: float) -> None:
     """Let no lease end in the pause after a round that began too early to renew it.
 
-    It goes on until the next round, which is not before `next_round_at`, can decide about it. A guest's lease ends.
+    It goes on until the next round, which is not before `next_round_at`, can decide about it.
     """
     settings = turn.state.settings
-    late = next_round_at + settings.round_s
-    if turn.policy.traits.tenure != "lease" or turn.index.next_end > late:
+    decided_at = next_round_at + settings.round_s
+    if turn.policy.traits.tenure != "lease" or turn.index.next_end > decided_at:
         return
-    renewable, until = began_at + settings.renewal_lead_s, next_round_at + settings.renewal_lead_s
+    in_play_until, until = began_at + settings.renewal_lead_s, next_round_at + settings.renewal_lead_s
     ends = sorted(turn.index.ends.items())
-    for gpu_id in [gpu for gpu, end in ends if renewable < end <= late and end < until]:
+    for gpu_id in [gpu for gpu, end in ends if in_play_until < end <= decided_at and end < until]:
         gpu = turn.state.gpus[gpu_id]
-        if isinstance(gpu.state, Leased) and gpu_id not in turn.index.guests:
+        if isinstance(gpu.state, Leased):
             _draw_out(turn, gpu, gpu.state.lease, until)
 
 
