@@ -40,7 +40,7 @@ def test_knobs_reach_the_arbiter_and_its_policy(trace: str) -> None:
 
 def test_a_pause_between_rounds_is_an_overhead(trace: str) -> None:
     assert experiment.settings_of(base(trace)).round_pause_s == 0.0
-    assert experiment.settings_of(Experiment(trace, "1x2", "fifo")).round_pause_s == 1.0
+    assert experiment.settings_of(Experiment(trace, "1x2", "fifo")).round_pause_s == 0.5
     assert experiment.settings_of(base(trace, knobs=(("round_pause_s", "3"),))).round_pause_s == 3.0
 
 
