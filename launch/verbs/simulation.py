@@ -46,7 +46,7 @@ KnowledgeOption = Annotated[
     typer.Option("--knowledge", metavar="estimated|exact", help="what apps know of their work beforehand"),
 ]
 Lease = Annotated[str | None, typer.Option(help="length of a lease (600s)")]
-RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (1s; 0s without overheads)")]
+RoundPause = Annotated[str | None, typer.Option(help="least time between rounds (0.5s; 0s without overheads)")]
 Knob = Annotated[float | None, typer.Option("--fairness-knob", help="f: the (1 - f) part of the apps bids (0.8)")]
 Sharing = Annotated[
     str | None,
