@@ -154,6 +154,7 @@ class AppView(Struct, frozen=True):
     arrived_at: float  #: on the clock of `View.now`
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
+    released_at: float = 0.0  #: when its hold ended, on the same clock; 0: it has not been held
     requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any; see `bound` and `by_kind`
     by_kind: bool = False  #: `only` are the GPUs of the kind that its user asked for, among which its jobs may move
@@ -300,6 +301,10 @@ class View(Struct, frozen=True):
     def elapsed_s(self, app: AppView) -> float:
         """Return the time since `app` arrived."""
         return self.now - app.arrived_at
+
+    def waited_s(self, app: AppView) -> float:
+        """Return the time since `app` arrived, or was last released from a hold."""
+        return self.now - max(app.arrived_at, app.released_at)
 
     def apps_mean(self, app: AppView) -> float:
         """Return N_avg, the mean number of active apps over the life of `app` so far (Themis, Eq. 1); at least 1."""

@@ -12,6 +12,8 @@ from arbiter.core.arbiter import Arbiter
 from arbiter.core.effects import ActRecord
 from arbiter.core.leases import leases
 from arbiter.core.members import holds
+from arbiter.core.rounds import seats
+from arbiter.core.rounds.views import make_view
 from arbiter.core.state.index import Index
 from arbiter.core.state.model import Draining, Toll
 from arbiter.core.turn import Turn
@@ -166,6 +168,28 @@ def test_what_is_so_already_is_answered_and_not_done_again() -> None:
     assert answer(effects) == ("held", "ana-1")
     assert not any(isinstance(effect, ActRecord) for effect in effects)
     assert site.arbiter.state.apps[AppId("ana-1")].demand_wished == 1, "the wish is not lost"
+
+
+def test_policies_are_told_when_an_app_was_released_last() -> None:
+    site, gpu = running()
+
+    def told() -> float:
+        turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
+        (view,) = make_view(turn, seats.shown(turn), {}).apps
+        return view.released_at
+
+    act(site, ANA, "hold")
+    leave(site, gpu)
+    site.wait(30)
+    act(site, ANA, "release")
+    released_at = site.now
+    site.wait(5)
+    act(site, ANA, "release", number=2)
+    assert told() == released_at > 0.0, "a second release changes nothing"
+    act(site, ANA, "hold", number=2)
+    act(site, ANA, "release", number=3)
+    assert told() == site.now
+    assert Arbiter.restored(site.arbiter.snapshot()).state.apps[AppId("ana-1")].released_at == site.now
 
 
 def test_an_owner_holds_ones_own_apps_and_an_administrator_all_of_them() -> None:

@@ -109,6 +109,16 @@ def test_an_app_that_has_had_gpus_does_not_come_first(changed: dict[str, object]
     assert "waited long" not in reason("app", found)
 
 
+def test_the_time_before_its_release_from_a_hold_does_not_count() -> None:
+    held = replace(waits("held", 5 * WITHIN_S), released_at=NOW - WITHIN_S + 1.0)
+    found = decided(held)
+    assert not of("held", found)
+    assert f"; it comes before the auctions once it has waited for {WITHIN_S:.0f} s" in reason("held", found)
+    found = decided(replace(held, released_at=NOW - WITHIN_S))
+    assert len(of("held", found)) == 1
+    assert f"as it has waited for {WITHIN_S:.0f} s without any" in reason("held", found)
+
+
 def test_an_app_that_does_not_answer_gets_nothing_and_is_promised_nothing() -> None:
     view = round_of(waits("late", WITHIN_S))
     silent = replace(view, rhos={app: rho for app, rho in view.rhos.items() if app != "late"})

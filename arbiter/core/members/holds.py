@@ -30,7 +30,7 @@ def hold(turn: Turn, app: App, by: str, reason: str) -> None:
 
 def release(turn: Turn, app: App) -> None:
     """Let an app that is held take part again."""
-    app = replace(app, held_by="", demand_max=app.demand_wished, demand_wished=0)
+    app = replace(app, held_by="", demand_max=app.demand_wished, demand_wished=0, released_at=turn.now)
     _put(turn, app)
     sales.note_return(turn, app)
 

@@ -234,6 +234,7 @@ def _look_at(
         demand_max=_within_kind(turn, app, app.demand_able, held),
         level_max=app.level_max,
         arrived_at=app.arrived_at,
+        released_at=app.released_at,
         kept=_kept(turn, app, held, frozenset((*renewable, *guest_at)), promised),
         renewable=renewable,
         only=only,

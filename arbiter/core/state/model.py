@@ -492,6 +492,7 @@ class App(Struct, frozen=True):
     run: str = ""  #: the submission; reports of another one under the same id are refused
     held_by: str = ""  #: the owner or administrator that holds it: it wants no GPU until it is released
     demand_wished: int = 0  #: while it is held, the `demand_max` of its last report
+    released_at: float = 0.0  #: when it was last released; 0: it has not been held
     requeued_by: str = ""  #: the id of the act that put it to the end of the queue last
     array: int = 0  #: how many jobs its array has; 0: it is none
     array_over: int = 0  #: of these, those that have ended

@@ -20,9 +20,12 @@ from arbiter.core.seam import AppView, GpuView, View
 
 
 def late_apps(view: View, within_s: float) -> Sequence[AppView]:
-    """Return the apps that answered, want a gang, and came `within_s` seconds ago or earlier and have had no GPU."""
+    """Return the apps that answered, want a gang, have had no GPU, and came `within_s` seconds ago or earlier.
+
+    Of an app that was held, only the time since its release counts.
+    """
     latest = view.now - within_s
-    return [app for app in view.apps if app.arrived_at <= latest and _waits(view, app)]
+    return [app for app in view.apps if max(app.arrived_at, app.released_at) <= latest and _waits(view, app)]
 
 
 def _waits(view: View, app: AppView) -> bool:
@@ -56,7 +59,7 @@ def bundles(view: View, late: Sequence[AppView]) -> Bundles:
 
 def late_reason(view: View, app: AppView, bundle: Sequence[GpuView]) -> str:
     """Return why a late app got these GPUs."""
-    return f"gets {gpus(len(bundle))} before the auction, as it has waited for {view.elapsed_s(app):.0f} s without any"
+    return f"gets {gpus(len(bundle))} before the auction, as it has waited for {view.waited_s(app):.0f} s without any"
 
 
 def prospect(view: View, app: AppView, within_s: float) -> str:
@@ -66,7 +69,7 @@ def prospect(view: View, app: AppView, within_s: float) -> str:
     """
     if within_s == inf or not _waits(view, app):
         return ""
-    if view.elapsed_s(app) < within_s:
+    if view.waited_s(app) < within_s:
         return f"; it comes before the auctions once it has waited for {within_s:.0f} s"
     return (
         f"; it has waited for {within_s:.0f} s, so it comes before the auctions as far as there are GPUs for its gang"
