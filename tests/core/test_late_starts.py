@@ -173,6 +173,19 @@ def test_a_bidder_is_told_of_the_gpus_that_went_before_the_auction() -> None:
     assert (told.bid, told.won) == (False, 0)
 
 
+def test_apps_are_told_that_no_gpu_was_left_for_the_auction() -> None:
+    found = decided(*(waits(f"w{number}", WITHIN_S) for number in range(len(RUNNING) + 1)), waits("new", 0.0))
+    told = reason("r0", found)
+    assert told.startswith("bid, and no GPU was left for the auction; of the GPUs it held, 1 went to w")
+    assert "in play" not in told
+    left = reason(f"w{len(RUNNING)}", found)
+    assert left == (
+        "did not bid, its rho 0.01 being not above 9, the least of the bidders, and no GPU was left for the auction; "
+        f"it has waited for {WITHIN_S:.0f} s, so it comes before the auctions as far as there are GPUs for its gang; "
+        "4 GPUs went to w0 (1), w1 (1), w2 (1), w3 (1) before the auction"
+    )
+
+
 def test_without_the_setting_it_waits_for_its_rho() -> None:
     found = decided(waits("late", NOW), start_within_s=inf)
     assert of("late", found) == set()

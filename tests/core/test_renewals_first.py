@@ -118,21 +118,49 @@ def test_a_tenant_goes_on_while_another_that_has_had_a_little_less_has_nearly_wh
     assert winner(of_tenants(1.0, 0.997, leases=1000.0)) == RUNS, "three leases behind"
 
 
+LESS = "others have had less of what is fair for them"
+WORSE = "others have had more than is fair, as it has, and have apps that are worse off or came sooner"
+
+
 @pytest.mark.parametrize(
-    ("waits", "told"),
+    ("runs", "waits", "rho", "told"),
     [
+        (0.95, 0.96, 1.0, LESS),
+        (0.99, 1.04, 1.0, LESS),
+        (1.0, 1.2, 1.0, LESS),
+        (1.0, 0.98, 1.0, "others have had about as much, and their apps go on for up to 4 leases"),
         (
-            0.98,
-            "it has had nearly what is fair, or more, so it waits for tenants that have had less, whose apps run, or",
+            1.2,
+            1.1,
+            20.0,
+            "others have had more than is fair, as it has, and have apps that are worse off or came sooner",
         ),
-        (0.96, "others have had less of what is fair for them"),
     ],
 )
-def test_an_app_of_a_tenant_that_waits_is_told_why_its_tenant_has_no_part(waits: float, told: str) -> None:
-    view = of_tenants(0.95 if waits < NEARLY_FAIR else 1.0, waits, leases=100.0)
+def test_an_app_of_a_tenant_that_waits_is_told_why_its_tenant_has_no_part(
+    runs: float, waits: float, rho: float, told: str
+) -> None:
+    view = of_tenants(runs, waits, leases=100.0)
+    view = replace(view, rhos={**view.rhos, RUNS: rho})
     allocation = Themis(Settings(start_within_s=math.inf)).allocate(replace(view, offered=()), {})
     (reason,) = [outcome.reason for outcome in allocation.outcomes if outcome.app == WAITS]
-    assert reason.startswith(f"its tenant waits has no part of the GPUs in play: {told}")
+    assert reason == f"its tenant waits has no part of the GPUs in play: {told}"
+
+
+def test_an_app_is_told_of_all_the_reasons_for_which_other_tenants_have_parts() -> None:
+    view = of_tenants(0.9, 1.2, leases=100.0)
+    second, third = gpus_of(2)
+    more = replace(view.apps[0], app=AppId("more"), tenant=TenantId("more"), renewable=(third.gpu,))
+    view = replace(
+        view,
+        gpus=(replace(second, holder=RUNS), replace(third, holder=more.app)),
+        apps=tuple(sorted((*view.apps, more), key=lambda app: app.app)),
+        rhos={**view.rhos, more.app: 20.0},
+        tenants={**view.tenants, more.tenant: standing(1.2, 100.0 * LEASE_S)},
+        offered=(),
+    )
+    reasons = {each.app: each.reason for each in Themis(Settings(start_within_s=math.inf)).allocate(view, {}).outcomes}
+    assert reasons[WAITS] == f"its tenant waits has no part of the GPUs in play: {LESS} and {WORSE}"
 
 
 def test_gpus_that_are_dealt_to_a_tenant_keep_it_ahead_no_more() -> None:

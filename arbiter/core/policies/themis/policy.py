@@ -36,7 +36,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
 
@@ -47,7 +47,13 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import NEARLY_FAIR, Standings, tenant_by_tenant
+from arbiter.core.policies.common.tenant_order import (
+    ENOUGH_TENANT,
+    NEARLY_FAIR,
+    PATIENCE,
+    Standings,
+    tenant_by_tenant,
+)
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -72,6 +78,8 @@ from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
 #: The part of the budget for explaining the outcome: a quarter of the part for finding it.
 EXPLAINING = 0.2
+#: Said where all GPUs in play went before the auction; to which apps they went follows.
+ALL_GIVEN = "no GPU was left for the auction"
 LEFTOVER = ("idle", "bidders", "worst-off")
 #: The rho of an app that has had more than it declared counts at least for this part.
 HELD_MIN = 0.25
@@ -354,6 +362,8 @@ class _Round:
     def _bidder_reason(self, bidder: Bidder, award: Award) -> str:
         count = len(self._view.gpus)
         loss = self._losses.get(award.app)
+        if not count:
+            return f"bid, and {ALL_GIVEN}"
         if not award.won:
             assert loss is not None, f"no reason is known why {award.app} lost"
             if len(bidder.new) == 0:
@@ -385,6 +395,8 @@ class _Round:
         rho = self._view.rhos.get(app.app)
         if rho is None:
             return "did not answer the probe in time, so it took no part"
+        if not self._view.gpus:
+            return f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}, and {ALL_GIVEN}"
         winners = self._winners or "no app"
         return (
             f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}; the auction's GPUs went to {winners}"
@@ -420,7 +432,7 @@ class _Round:
             parts.append(f"keeps {gpus(renewed)} it holds, left over by the auction")
         if given:
             parts.append(f"was given {gpus(given)} {self._way} from what the auction left over")
-        if not parts and app.app not in self._awards and app.app in self._misfit:
+        if not parts and self._view.gpus and app.app not in self._awards and app.app in self._misfit:
             parts.append(f"no leftovers fit: {self._misfit[app.app]}")
         return "".join(f"; {part}" for part in parts)
 
@@ -451,7 +463,7 @@ def within_tenants(
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
     told = [app for app in view.apps if app.app in outcomes or (view.tells and not parts[app.tenant])]
-    partless = _Partless(view, settings.start_within_s)
+    partless = _Partless(view, settings.start_within_s, frozenset(owner.values()))
     return Allocation(
         assign=assign,
         outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
@@ -535,9 +547,10 @@ def _rest(assign: Mapping[GpuId, AppId]) -> str:
 class _Partless:
     """Why a tenant has no part of the GPUs in play, said to each of its apps."""
 
-    def __init__(self, view: View, start_within_s: float) -> None:
+    def __init__(self, view: View, start_within_s: float, with_parts: frozenset[TenantId]) -> None:
         self.rhos = view.rhos
-        self._view, self._start_within_s = view, start_within_s
+        self._view, self._start_within_s, self._with_parts = view, start_within_s, with_parts
+        self._whys: dict[TenantId, str] = {}
         self._in_play = Deal(view)
         self._standings = Standings(view, today_first=False)
         self._misfits: dict[tuple[object, ...], str] = {}
@@ -554,12 +567,22 @@ class _Partless:
 
     def _no_part(self, tenant: TenantId) -> str:
         no_part = f"its tenant {tenant} has no part of the GPUs in play"
-        if self._standings.of_tenant(tenant) <= NEARLY_FAIR:
-            return f"{no_part}: others have had less of what is fair for them"
-        return (
-            f"{no_part}: it has had nearly what is fair, or more, so it waits for tenants that have had less, whose "
-            "apps run, or whose apps are worse off"
-        )
+        if tenant not in self._whys:
+            self._whys[tenant] = " and ".join(self._before(self._standings.of_tenant(tenant))) or "others came first"
+        return f"{no_part}: {self._whys[tenant]}"
+
+    def _before(self, index: float) -> Iterator[str]:
+        """Yield why tenants that have parts came before one with this index."""
+        with_parts = {tenant: self._standings.of_tenant(tenant) for tenant in self._with_parts}
+        if any(other < min(index, ENOUGH_TENANT) for other in with_parts.values()):
+            yield "others have had less of what is fair for them"
+        about_same = {tenant for tenant, other in with_parts.items() if index <= other < ENOUGH_TENANT}
+        if index > NEARLY_FAIR and any(app.tenant in about_same for app in self._view.apps if app.renewable):
+            yield f"others have had about as much, and their apps go on for up to {PATIENCE:.0f} leases"
+        if index < ENOUGH_TENANT and index in with_parts.values():
+            yield "others have had as much, and have apps that are worse off or came sooner"
+        if index >= ENOUGH_TENANT and any(other >= ENOUGH_TENANT for other in with_parts.values()):
+            yield "others have had more than is fair, as it has, and have apps that are worse off or came sooner"
 
     def _misfit(self, app: AppView) -> str:
         """Return why `app` could use nothing if all in play were its; empty where it could."""
