@@ -568,10 +568,10 @@ class _Partless:
     def _no_part(self, tenant: TenantId) -> str:
         no_part = f"its tenant {tenant} has no part of the GPUs in play"
         if tenant not in self._whys:
-            self._whys[tenant] = " and ".join(self._before(self._standings.of_tenant(tenant))) or "others came first"
+            self._whys[tenant] = " and ".join(self._reasons(self._standings.of_tenant(tenant))) or "others came first"
         return f"{no_part}: {self._whys[tenant]}"
 
-    def _before(self, index: float) -> Iterator[str]:
+    def _reasons(self, index: float) -> Iterator[str]:
         """Yield why tenants that have parts came before one with this index."""
         with_parts = {tenant: self._standings.of_tenant(tenant) for tenant in self._with_parts}
         if any(other < min(index, ENOUGH_TENANT) for other in with_parts.values()):
