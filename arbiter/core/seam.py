@@ -154,7 +154,7 @@ class AppView(Struct, frozen=True):
     arrived_at: float  #: on the clock of `View.now`
     kept: tuple[GpuView, ...]  #: GPUs it holds whose leases are not in play
     renewable: tuple[GpuId, ...]  #: GPUs in play that it holds now
-    released_at: float = 0.0  #: when its hold ended, on the same clock; 0: it has not been held
+    released_at: float | None = None  #: when its last hold ended, on the same clock; None: it has not been held
     requirements: Requirements = Requirements()  #: the wishes of its user, as far as the site allows them
     only: tuple[GpuId, ...] | None = None  #: the GPUs it can use at all, None: any; see `bound` and `by_kind`
     by_kind: bool = False  #: `only` are the GPUs of the kind that its user asked for, among which its jobs may move
@@ -185,6 +185,11 @@ class AppView(Struct, frozen=True):
     preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
     fair_offset_gpu_s: float = 0.0  #: its fair time beyond its group's; without a group all of it
+
+    @property
+    def waits_since(self) -> float:
+        """When it came, or was released from its last hold: its wait begins anew then."""
+        return self.arrived_at if self.released_at is None else max(self.arrived_at, self.released_at)
 
     @property
     def spans(self) -> bool:
@@ -301,10 +306,6 @@ class View(Struct, frozen=True):
     def elapsed_s(self, app: AppView) -> float:
         """Return the time since `app` arrived."""
         return self.now - app.arrived_at
-
-    def waited_s(self, app: AppView) -> float:
-        """Return the time since `app` arrived, or was last released from a hold."""
-        return self.now - max(app.arrived_at, app.released_at)
 
     def apps_mean(self, app: AppView) -> float:
         """Return N_avg, the mean number of active apps over the life of `app` so far (Themis, Eq. 1); at least 1."""

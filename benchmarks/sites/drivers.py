@@ -43,7 +43,7 @@ BUS_TIMEOUT_S = 60.0
 STEP_S = 1200.0
 #: After that an app for which GPUs are free counts as one that got none.
 TRY_S = 240.0
-#: A node's acts: quick ones, so that GPUs that change hands are free again well before the next round.
+#: A node's acts: quick ones, so that GPUs that change hands are free again by the next round.
 COSTS = Costs(sample_s=0.05, start_s=0.5, restore_s=0.2, checkpoint_s=0.3, suspend_s=0.1, resume_s=0.1)
 #: The product's own times.
 TIMES = NodeConfig("any", "simulated:1")

@@ -14,7 +14,7 @@ from arbiter.core.leases import alignment
 from arbiter.core.seam import Allocation
 from arbiter.core.state.model import ArbiterSettings, Draining, Leased
 from arbiter.core.turn import Turn
-from protocol.messages import AppId, GpuId, TenantId
+from protocol.messages import Act, AppId, GpuId, Party, TenantId
 from tests.support.arbiter_site import SETTINGS, Site, gpu_id
 
 LEASE_S = 200.0
@@ -357,6 +357,20 @@ def test_how_long_a_gang_has_waited_is_not_forgotten() -> None:
     assert site.now - blocked.since == LEASE_S
     assert Arbiter.restored(site.arbiter.snapshot()).state.blocked == (blocked,)
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_the_wait_of_a_gang_begins_anew_when_it_is_released_from_a_hold() -> None:
+    site = staggered(ASTRAEA)
+    owner = Party("app", "wide")
+    site.app("wide-1", demand=4, gang=4, tenant=TenantId("wide"))
+    site.hear(owner, Act("act-1", "hold", "wide-1"))
+    run(site, LEASE_S, wide={"gang": 4})
+    assert not site.arbiter.state.blocked
+    site.hear(owner, Act("act-2", "release", "wide-1"))
+    released_at = site.now
+    run(site, 120.0, wide={"gang": 4})
+    (blocked,) = site.arbiter.state.blocked
+    assert blocked.since == released_at
 
 
 def test_a_round_with_room_for_a_gang_leaves_a_part_of_its_wait_and_one_without_room_all_of_it() -> None:

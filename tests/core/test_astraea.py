@@ -385,10 +385,11 @@ def test_tenants_first_who_fits_nothing_in_play_is_told_of_the_misfit_and_not_of
 
 
 def test_tenants_first_who_could_have_used_what_another_tenant_got_is_told_so() -> None:
-    as_much = "others have had as much, and have apps that are worse off or came sooner"
-    no_part = f"its tenant nlp has no part of the GPUs in play: {as_much}{PROSPECT}"
-    assert told_tenants_first(4, vision=4, nlp=4)["nlp-1"] == no_part
-    assert told_tenants_first(4, vision=2, nlp=4)["nlp-1"] == no_part
+    as_much = "others have had about as much, and have apps that are worse off, got GPUs not long ago or came sooner"
+    no_part = f"its tenant nlp has no part of the GPUs in play: {as_much}"
+    assert told_tenants_first(4, vision=4, nlp=4)["nlp-1"] == no_part + PROSPECT
+    left = f"{no_part} and no gang of its apps fits what others left"
+    assert told_tenants_first(4, vision=2, nlp=4)["nlp-1"] == left + PROSPECT
 
 
 def test_tenants_first_a_gang_that_spans_nodes_is_told_how_many_gpus_are_in_play() -> None:

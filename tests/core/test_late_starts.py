@@ -113,10 +113,13 @@ def test_the_time_before_its_release_from_a_hold_does_not_count() -> None:
     held = replace(waits("held", 5 * WITHIN_S), released_at=NOW - WITHIN_S + 1.0)
     found = decided(held)
     assert not of("held", found)
-    assert f"; it comes before the auctions once it has waited for {WITHIN_S:.0f} s" in reason("held", found)
+    prospect = f"; it comes before the auctions once it has waited for {WITHIN_S:.0f} s since its release"
+    assert prospect in reason("held", found)
     found = decided(replace(held, released_at=NOW - WITHIN_S))
     assert len(of("held", found)) == 1
-    assert f"as it has waited for {WITHIN_S:.0f} s without any" in reason("held", found)
+    assert f"as it has waited for {WITHIN_S:.0f} s, since its release, without any" in reason("held", found)
+    came_later = replace(held, arrived_at=NOW - 1.0, released_at=NOW - WITHIN_S)
+    assert not of("held", decided(came_later)), "an app that waited for another one came when that was over"
 
 
 def test_an_app_that_does_not_answer_gets_nothing_and_is_promised_nothing() -> None:
@@ -173,14 +176,13 @@ def test_a_bidder_is_told_of_the_gpus_that_went_before_the_auction() -> None:
     assert (told.bid, told.won) == (False, 0)
 
 
-def test_apps_are_told_that_no_gpu_was_left_for_the_auction() -> None:
+def test_apps_are_told_that_all_gpus_went_before_the_auction() -> None:
     found = decided(*(waits(f"w{number}", WITHIN_S) for number in range(len(RUNNING) + 1)), waits("new", 0.0))
     told = reason("r0", found)
-    assert told.startswith("bid, and no GPU was left for the auction; of the GPUs it held, 1 went to w")
-    assert "in play" not in told
+    assert told.startswith("bid, and no other GPU is in play; of the GPUs it held, 1 went to w")
     left = reason(f"w{len(RUNNING)}", found)
     assert left == (
-        "did not bid, its rho 0.01 being not above 9, the least of the bidders, and no GPU was left for the auction; "
+        "did not bid, its rho 0.01 being not above 9, the least of the bidders, and no other GPU is in play; "
         f"it has waited for {WITHIN_S:.0f} s, so it comes before the auctions as far as there are GPUs for its gang; "
         "4 GPUs went to w0 (1), w1 (1), w2 (1), w3 (1) before the auction"
     )
@@ -262,6 +264,15 @@ def test_tenants_first_a_late_gang_of_a_tenant_that_has_had_more_than_is_fair_wa
 
     assert len(given(had_gpu_s=1800.0)) == 2
     assert given(had_gpu_s=18_000.0) == set()
+
+
+def test_tenants_first_apps_are_told_that_all_gpus_went_before_the_auctions() -> None:
+    late = [waits(f"{tenant}-late", WITHIN_S, gang=2, tenant=tenant) for tenant in ("a", "b")]
+    view = replace(round_of(*late, waits("new", 1.0)), gathered=frozenset(gpu.gpu for gpu in GPUS))
+    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of(RUNNING))  # type: ignore[arg-type]
+    assert of("a-late", found) | of("b-late", found) == {gpu.gpu for gpu in GPUS}
+    told = "no other GPU is in play; 4 GPUs went to a-late (2), b-late (2) before the auction"
+    assert reason("new", found) == told
 
 
 def test_an_app_that_wants_nothing_is_not_told_that_it_comes_first() -> None:

@@ -119,7 +119,8 @@ def test_a_tenant_goes_on_while_another_that_has_had_a_little_less_has_nearly_wh
 
 
 LESS = "others have had less of what is fair for them"
-WORSE = "others have had more than is fair, as it has, and have apps that are worse off or came sooner"
+WORSE_OFF = "have apps that are worse off, got GPUs not long ago or came sooner"
+WORSE = f"others have had more than is fair, as it has, and {WORSE_OFF}"
 
 
 @pytest.mark.parametrize(
@@ -129,12 +130,9 @@ WORSE = "others have had more than is fair, as it has, and have apps that are wo
         (0.99, 1.04, 1.0, LESS),
         (1.0, 1.2, 1.0, LESS),
         (1.0, 0.98, 1.0, "others have had about as much, and their apps go on for up to 4 leases"),
-        (
-            1.2,
-            1.1,
-            20.0,
-            "others have had more than is fair, as it has, and have apps that are worse off or came sooner",
-        ),
+        (0.99, 0.99, 1.0, "others have had about as much, and their apps go on for up to 4 leases"),
+        (0.9, 0.9, 20.0, f"others have had about as much, and {WORSE_OFF}"),
+        (1.2, 1.1, 20.0, WORSE),
     ],
 )
 def test_an_app_of_a_tenant_that_waits_is_told_why_its_tenant_has_no_part(

@@ -112,7 +112,7 @@ def _has_guests(turn: Turn) -> bool:
 
 def _waits_since(turn: Turn, app: App) -> float:
     """Return since when an app is known to wait, at the first round that finds it waiting."""
-    return turn.now if app.tally.grants else app.arrived_at
+    return turn.now if app.tally.grants else max(app.arrived_at, app.released_at or app.arrived_at)
 
 
 def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:

@@ -39,6 +39,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from itertools import islice
+from typing import NamedTuple
 
 from msgspec.structs import replace
 
@@ -47,13 +48,7 @@ from arbiter.core.placement.locality import PLACE
 from arbiter.core.placement.lots import ranked, shuffled
 from arbiter.core.policies.common.gathered import Bundles
 from arbiter.core.policies.common.ordered import Selection
-from arbiter.core.policies.common.tenant_order import (
-    ENOUGH_TENANT,
-    NEARLY_FAIR,
-    PATIENCE,
-    Standings,
-    tenant_by_tenant,
-)
+from arbiter.core.policies.common.tenant_order import ENOUGH_TENANT, PATIENCE, Standings, tenant_by_tenant
 from arbiter.core.policies.themis import gathered, starts
 from arbiter.core.policies.themis.auction.bids import Award, Bidder, Entry, Settlement, enter, settle
 from arbiter.core.policies.themis.auction.compiled import compiled_in_use
@@ -78,8 +73,8 @@ from protocol.messages import LEVELS, AppId, Bid, GpuId, TenantId
 
 #: The part of the budget for explaining the outcome: a quarter of the part for finding it.
 EXPLAINING = 0.2
-#: Said where all GPUs in play went before the auction; to which apps they went follows.
-ALL_GIVEN = "no GPU was left for the auction"
+#: Said where a round has no GPU to deal, or none that did not go before the auction; to which apps those went follows.
+NONE_LEFT = "no other GPU is in play"
 LEFTOVER = ("idle", "bidders", "worst-off")
 #: The rho of an app that has had more than it declared counts at least for this part.
 HELD_MIN = 0.25
@@ -125,7 +120,7 @@ class Themis(Policy):
     def __init__(self, settings: Settings = DEFAULTS) -> None:
         self._settings = settings
         #: The view that was split last, with its split: `bidders` and `allocate` are asked of one and the same view.
-        self._last_split: tuple[View, dict[GpuId, TenantId]] | None = None
+        self._last_split: tuple[View, Split] | None = None
 
     def bidders(self, view: View) -> Sequence[AppId]:
         """Return the ceil((1 - f) n) worst-off of the n apps that answered and want GPUs; ties are decided by lot.
@@ -142,12 +137,12 @@ class Themis(Policy):
         for app in able:
             by_tenant.setdefault(app.tenant, []).append(app)
         if len({app.tenant for app in view.apps}) > 1 and not _some_stay(view):
-            of_gpus = frozenset(self._split(view).values())
+            of_gpus = frozenset(self._split(view).owner.values())
             by_tenant = {tenant: apps for tenant, apps in by_tenant.items() if tenant in of_gpus}
         chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps)}
         return tuple(app.app for app in view.apps if app.app in chosen)
 
-    def _split(self, view: View) -> dict[GpuId, TenantId]:
+    def _split(self, view: View) -> Split:
         """Return the tenant whose part each GPU in play is, for all offers of a round."""
         last = self._last_split
         if last is None or not _is_same(last[0], view):
@@ -363,7 +358,7 @@ class _Round:
         count = len(self._view.gpus)
         loss = self._losses.get(award.app)
         if not count:
-            return f"bid, and {ALL_GIVEN}"
+            return f"bid, and {NONE_LEFT}"
         if not award.won:
             assert loss is not None, f"no reason is known why {award.app} lost"
             if len(bidder.new) == 0:
@@ -396,7 +391,7 @@ class _Round:
         if rho is None:
             return "did not answer the probe in time, so it took no part"
         if not self._view.gpus:
-            return f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}, and {ALL_GIVEN}"
+            return f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}, and {NONE_LEFT}"
         winners = self._winners or "no app"
         return (
             f"did not bid, its rho {self._claim_words(app)} being {self._cutoff}; the auction's GPUs went to {winners}"
@@ -415,6 +410,8 @@ class _Round:
     @property
     def rest(self) -> str:
         """The sentence for apps that are not told one by one."""
+        if not self._view.gpus:
+            return NONE_LEFT
         return f"was not among the worst off, who bid; the auction's GPUs went to {self._winners or 'no app'}"
 
     @cached_property
@@ -440,8 +437,16 @@ class _Round:
 # --- tenants first ----------------------------------------------------------------------------------------------------
 
 
+class Split(NamedTuple):
+    """The GPUs in play split among tenants."""
+
+    owner: Mapping[GpuId, TenantId]  #: the tenant whose part each is
+    turns: frozenset[TenantId]  #: those that won a turn
+    is_all: bool  #: whether each GPU was won in a turn
+
+
 def within_tenants(
-    view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings, owner: Mapping[GpuId, TenantId]
+    view: View, bids: Mapping[AppId, Bid], clock: Clock | None, settings: Settings, split: Split
 ) -> Allocation:
     """Split the GPUs in play among tenants by their GPU time of what was fair, and hold one auction in each part.
 
@@ -449,6 +454,7 @@ def within_tenants(
     and then to the app with the greatest rho; the sum of each tenant's apps is its part.
     """
     tenants = sorted({app.tenant for app in view.apps})
+    owner = split.owner
     parts = {tenant: tuple(gpu for gpu in view.gpus if owner.get(gpu.gpu) == tenant) for tenant in tenants}
     shared = replace(view, budget_ms=view.budget_ms / max(1, sum(map(bool, parts.values()))))
     policy = Themis(replace(settings, tenants_first=False))
@@ -463,13 +469,13 @@ def within_tenants(
     assign = dict(sorted((gpu, app) for each in held.values() for gpu, app in each.assign.items()))
     outcomes = {outcome.app: outcome for each in held.values() for outcome in each.outcomes}
     told = [app for app in view.apps if app.app in outcomes or (view.tells and not parts[app.tenant])]
-    partless = _Partless(view, settings.start_within_s, frozenset(owner.values()))
+    partless = _Partless(view, settings.start_within_s, split)
     return Allocation(
         assign=assign,
         outcomes=tuple(_told(app, outcomes.get(app.app), partless, owner, assign) for app in told),
         proven=all(each.proven for each in held.values()),
         facts=_all_facts([each.facts for each in held.values()]),
-        rest="" if len(told) == len(view.apps) else _rest(assign),
+        rest="" if len(told) == len(view.apps) else _rest(assign) if view.gpus else NONE_LEFT,
     )
 
 
@@ -484,8 +490,8 @@ def _some_stay(view: View) -> bool:
     return any(app.renewable and app.requirements.kind == "interactive" for app in view.apps)
 
 
-def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
-    """Return the tenant whose part each GPU in play is; one of no use to any app is its holder's tenant's."""
+def _split(view: View, settings: Settings) -> Split:
+    """Split the GPUs in play among tenants; one of no use to any app is of the part of its holder's tenant."""
     standings = Standings(view, today_first=False, patient=True)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
     late = {app.app for app in starts.late_apps(view, settings.start_within_s)}
@@ -514,7 +520,8 @@ def _split(view: View, settings: Settings) -> dict[GpuId, TenantId]:
     selection.settle()
     tenants = {app.app: app.tenant for app in view.apps}
     holders = {gpu: app.tenant for app in view.apps for gpu in app.renewable}
-    return holders | {gpu: tenants[app] for gpu, app in (selection.incumbents() | selection.newcomers()).items()}
+    won = {gpu: tenants[app] for gpu, app in (selection.incumbents() | selection.newcomers()).items()}
+    return Split(holders | won, frozenset(won.values()), len(won) == len(view.gpus))
 
 
 def _part_of(view: View, apps: Sequence[AppView], part: tuple[GpuView, ...]) -> View:
@@ -547,12 +554,12 @@ def _rest(assign: Mapping[GpuId, AppId]) -> str:
 class _Partless:
     """Why a tenant has no part of the GPUs in play, said to each of its apps."""
 
-    def __init__(self, view: View, start_within_s: float, with_parts: frozenset[TenantId]) -> None:
+    def __init__(self, view: View, start_within_s: float, split: Split) -> None:
         self.rhos = view.rhos
-        self._view, self._start_within_s, self._with_parts = view, start_within_s, with_parts
+        self._view, self._start_within_s, self._split = view, start_within_s, split
         self._whys: dict[TenantId, str] = {}
         self._in_play = Deal(view)
-        self._standings = Standings(view, today_first=False)
+        self._standings = Standings(view, today_first=False, patient=True)
         self._misfits: dict[tuple[object, ...], str] = {}
 
     def reason(self, app: AppView) -> str:
@@ -560,7 +567,7 @@ class _Partless:
         if not app.wants:
             return _content(app)
         if not self._in_play.left:
-            return "no GPU is in play"
+            return NONE_LEFT
         misfit = self._misfit(app)
         why = f"nothing in play fits: {misfit}" if misfit else self._no_part(app.tenant)
         return why + starts.prospect(self._view, app, self._start_within_s)
@@ -568,21 +575,30 @@ class _Partless:
     def _no_part(self, tenant: TenantId) -> str:
         no_part = f"its tenant {tenant} has no part of the GPUs in play"
         if tenant not in self._whys:
-            self._whys[tenant] = " and ".join(self._reasons(self._standings.of_tenant(tenant))) or "others came first"
+            self._whys[tenant] = " and ".join(self._reasons(tenant))
         return f"{no_part}: {self._whys[tenant]}"
 
-    def _reasons(self, index: float) -> Iterator[str]:
-        """Yield why tenants that have parts came before one with this index."""
-        with_parts = {tenant: self._standings.of_tenant(tenant) for tenant in self._with_parts}
-        if any(other < min(index, ENOUGH_TENANT) for other in with_parts.values()):
+    def _reasons(self, tenant: TenantId) -> Iterator[str]:
+        """Yield why other tenants came before this one, and what was left in its own turn."""
+        place, index = self._places_of(tenant)
+        before = [other for other in self._winners if other[0] <= place]
+        if any(at < place and other < index for at, other in before):
             yield "others have had less of what is fair for them"
-        about_same = {tenant for tenant, other in with_parts.items() if index <= other < ENOUGH_TENANT}
-        if index > NEARLY_FAIR and any(app.tenant in about_same for app in self._view.apps if app.renewable):
+        if any(at < place and other >= index for at, other in before):
             yield f"others have had about as much, and their apps go on for up to {PATIENCE:.0f} leases"
-        if index < ENOUGH_TENANT and index in with_parts.values():
-            yield "others have had as much, and have apps that are worse off or came sooner"
-        if index >= ENOUGH_TENANT and any(other >= ENOUGH_TENANT for other in with_parts.values()):
-            yield "others have had more than is fair, as it has, and have apps that are worse off or came sooner"
+        if any(at == place for at, _ in before):
+            same = "more than is fair, as it has" if place[0] >= ENOUGH_TENANT else "about as much"
+            yield f"others have had {same}, and have apps that are worse off, got GPUs not long ago or came sooner"
+        if not before or not self._split.is_all:
+            yield "no gang of its apps fits what others left"
+
+    @cached_property
+    def _winners(self) -> Sequence[tuple[tuple[float, bool], float]]:
+        """The places and indices of the tenants that won a turn."""
+        return [self._places_of(tenant) for tenant in sorted(self._split.turns)]
+
+    def _places_of(self, tenant: TenantId) -> tuple[tuple[float, bool], float]:
+        return self._standings.place_of_tenant(tenant), self._standings.of_tenant(tenant)
 
     def _misfit(self, app: AppView) -> str:
         """Return why `app` could use nothing if all in play were its; empty where it could."""

@@ -22,10 +22,10 @@ from arbiter.core.seam import AppView, GpuView, View
 def late_apps(view: View, within_s: float) -> Sequence[AppView]:
     """Return the apps that answered, want a gang, have had no GPU, and came `within_s` seconds ago or earlier.
 
-    Of an app that was held, only the time since its release counts.
+    The wait of an app that was held begins anew at its release.
     """
     latest = view.now - within_s
-    return [app for app in view.apps if max(app.arrived_at, app.released_at) <= latest and _waits(view, app)]
+    return [app for app in view.apps if app.waits_since <= latest and _waits(view, app)]
 
 
 def _waits(view: View, app: AppView) -> bool:
@@ -59,7 +59,9 @@ def bundles(view: View, late: Sequence[AppView]) -> Bundles:
 
 def late_reason(view: View, app: AppView, bundle: Sequence[GpuView]) -> str:
     """Return why a late app got these GPUs."""
-    return f"gets {gpus(len(bundle))} before the auction, as it has waited for {view.waited_s(app):.0f} s without any"
+    since = ", since its release," if app.waits_since > app.arrived_at else ""
+    waited_s = view.now - app.waits_since
+    return f"gets {gpus(len(bundle))} before the auction, as it has waited for {waited_s:.0f} s{since} without any"
 
 
 def prospect(view: View, app: AppView, within_s: float) -> str:
@@ -69,8 +71,8 @@ def prospect(view: View, app: AppView, within_s: float) -> str:
     """
     if within_s == inf or not _waits(view, app):
         return ""
-    if view.waited_s(app) < within_s:
-        return f"; it comes before the auctions once it has waited for {within_s:.0f} s"
-    return (
-        f"; it has waited for {within_s:.0f} s, so it comes before the auctions as far as there are GPUs for its gang"
-    )
+    since = " since its release" if app.waits_since > app.arrived_at else ""
+    if view.now - app.waits_since < within_s:
+        return f"; it comes before the auctions once it has waited for {within_s:.0f} s{since}"
+    ahead = "so it comes before the auctions as far as there are GPUs for its gang"
+    return f"; it has waited for {within_s:.0f} s{since}, {ahead}"
