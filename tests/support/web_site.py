@@ -44,7 +44,10 @@ from tests.support.patience import PATIENCE_S
 CHROMIUM = shutil.which("chromium")
 STEP_S = 120.0
 STEPS = 28
-SETTINGS = ArbiterSettings(policy="themis", lease_s=300.0, beat_s=60.0, node_timeout_s=300.0, app_timeout_s=300.0)
+#: With these times the hour has parks, preemptions and payments.
+SETTINGS = ArbiterSettings(
+    policy="themis", lease_s=300.0, round_pause_s=1.0, beat_s=60.0, node_timeout_s=300.0, app_timeout_s=300.0
+)
 #: Its last leases end before the hour begins.
 BUSY_PAST = BusyPast(end=time.time() - STEP_S * (STEPS + 1))
 
