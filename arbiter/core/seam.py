@@ -140,6 +140,11 @@ class Market(Struct, frozen=True):
     places: Mapping[AppId, tuple[Place, ...]] = {}
 
 
+def wait_start(arrived_at: float, released_at: float | None) -> float:
+    """Return when an app began to wait: when it came, or was released from its last hold."""
+    return arrived_at if released_at is None else max(arrived_at, released_at)
+
+
 class AppView(Struct, frozen=True):
     """One active app that can use GPUs. `want` is how many more than `kept` it could use now (whole gangs).
 
@@ -188,8 +193,8 @@ class AppView(Struct, frozen=True):
 
     @property
     def waits_since(self) -> float:
-        """When it came, or was released from its last hold: its wait begins anew then."""
-        return self.arrived_at if self.released_at is None else max(self.arrived_at, self.released_at)
+        """When it began to wait, on the clock of `View.now`; see `wait_start`."""
+        return wait_start(self.arrived_at, self.released_at)
 
     @property
     def spans(self) -> bool:

@@ -269,10 +269,13 @@ def test_tenants_first_a_late_gang_of_a_tenant_that_has_had_more_than_is_fair_wa
 def test_tenants_first_apps_are_told_that_all_gpus_went_before_the_auctions() -> None:
     late = [waits(f"{tenant}-late", WITHIN_S, gang=2, tenant=tenant) for tenant in ("a", "b")]
     view = replace(round_of(*late, waits("new", 1.0)), gathered=frozenset(gpu.gpu for gpu in GPUS))
-    found = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S)).allocate(view, bids_of(RUNNING))  # type: ignore[arg-type]
+    policy = Themis(Settings(fairness_knob=0.0, start_within_s=WITHIN_S))
+    found = policy.allocate(view, bids_of(RUNNING))  # type: ignore[arg-type]
     assert of("a-late", found) | of("b-late", found) == {gpu.gpu for gpu in GPUS}
     told = "no other GPU is in play; 4 GPUs went to a-late (2), b-late (2) before the auction"
     assert reason("new", found) == told
+    crowd = policy.allocate(replace(view, tells=False), bids_of(RUNNING))  # type: ignore[arg-type]
+    assert crowd.rest == told, "the sentence for all apps of a round with too many to tell each of them"
 
 
 def test_an_app_that_wants_nothing_is_not_told_that_it_comes_first() -> None:

@@ -161,6 +161,24 @@ def test_an_app_is_told_of_all_the_reasons_for_which_other_tenants_have_parts() 
     assert reasons[WAITS] == f"its tenant waits has no part of the GPUs in play: {LESS} and {WORSE}"
 
 
+def test_a_tenant_that_only_keeps_a_gpu_of_no_use_to_others_is_not_told_to_have_come_first() -> None:
+    view = of_tenants(1.0, 0.98, leases=100.0)
+    useless = gpus_of(2)[1]
+    keeper = replace(app_of("keeper", demand_max=0, renewable=[useless.gpu]), tenant=TenantId("keeper"))
+    bound = [replace(app, only=(GPU.gpu,)) for app in view.apps]
+    view = replace(
+        view,
+        gpus=(*view.gpus, replace(useless, holder=keeper.app)),
+        apps=tuple(sorted((*bound, keeper), key=lambda app: app.app)),
+        tenants={**view.tenants, keeper.tenant: standing(0.1, 100.0 * LEASE_S)},
+        offered=(),
+    )
+    reasons = {each.app: each.reason for each in Themis(Settings(start_within_s=math.inf)).allocate(view, {}).outcomes}
+    patient = "others have had about as much, and their apps go on for up to 4 leases"
+    left = "no gang of its apps fits what others left"
+    assert reasons[WAITS] == f"its tenant waits has no part of the GPUs in play: {patient} and {left}"
+
+
 def test_gpus_that_are_dealt_to_a_tenant_keep_it_ahead_no_more() -> None:
     view = of_tenants(1.0, 0.98, leases=100.0)
     standings = Standings(view, today_first=False, patient=True)

@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from arbiter.core.leases import leases
 from arbiter.core.placement.locality import LOOSENESS, group, place_of
-from arbiter.core.seam import GpuView
+from arbiter.core.seam import GpuView, wait_start
 from arbiter.core.state import model
 from arbiter.core.state.index import Cache
 from arbiter.core.state.model import App, BlockedGangs, Draining, Free, Gpu, Leased
@@ -112,7 +112,7 @@ def _has_guests(turn: Turn) -> bool:
 
 def _waits_since(turn: Turn, app: App) -> float:
     """Return since when an app is known to wait, at the first round that finds it waiting."""
-    return turn.now if app.tally.grants else max(app.arrived_at, app.released_at or app.arrived_at)
+    return turn.now if app.tally.grants else wait_start(app.arrived_at, app.released_at)
 
 
 def _has_room(turn: Turn, kind: BlockedGangs, in_play: Sequence[GpuId]) -> bool:
