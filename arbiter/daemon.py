@@ -183,7 +183,7 @@ class _Performer:
             self._arbiter,
             bus,
             ARBITER,
-            perform=self._perform,
+            perform_together=self._perform,
             journal=self._journal,
             take_over=self._take_over,
             snapshot=self._arbiter.snapshot,
@@ -278,9 +278,7 @@ class _Performer:
             self._compare(at, news.marks)
             for seq, now, event in news.events:
                 self._is_news = self.followed = True
-                for effect in self._arbiter.handle(event, now):
-                    if isinstance(effect, Record):
-                        self._ledger.write(effect)
+                self._ledger.write(*(each for each in self._arbiter.handle(event, now) if isinstance(each, Record)))
                 self._compare(seq, news.marks)
 
     def _compare(self, seq: int, marks: Mapping[int, str]) -> None:
@@ -320,9 +318,7 @@ class _Performer:
         await self._journal_work(self._journal.commit)
         if restored:
             await self._journal_work(partial(self._journal.set, "restored", ""))
-        for effect in effects:
-            if isinstance(effect, Note | Record):
-                _perform(effect, self._ledger)
+        _record(effects, self._ledger)
 
     async def _write_anchor(self) -> None:
         assert self._clock is not None, "there is a clock from when it first leads"
@@ -333,23 +329,28 @@ class _Performer:
         """Have the journal do something, in a thread if another process is waited for."""
         return await asyncio.to_thread(work) if self._journal.remote else work()
 
-    async def _perform(self, effect: Performed) -> None:
-        match effect:
-            case Decide():
-                self.solver.ask(effect)
-                self._ledger.keep(effect)
-            case Sell():
-                self.solver.ask(effect)
-            case EpochTaken(epoch, site):
-                await self._journal_work(partial(self._journal.take_epoch, epoch))
-                if await self._journal_work(partial(self._journal.get, "site")) != site:
-                    await self._journal_work(partial(self._journal.set, "site", site))
-                self._ledger.belong_to(site)
-            case Resign(why):
-                raise ConfigError(why)
-            case _:
-                _perform(effect, self._ledger)
-                self._sample()
+    async def _perform(self, effects: Sequence[Performed]) -> None:
+        """Have the solver begin, and write all records of a batch in one transaction."""
+        asked = [effect for effect in effects if isinstance(effect, Decide | Sell)]
+        for question in asked:
+            self.solver.ask(question)
+        if asked:
+            await asyncio.sleep(0)  # its thread decides while this one writes
+        for effect in effects:
+            match effect:
+                case EpochTaken(epoch, site):
+                    await self._journal_work(partial(self._journal.take_epoch, epoch))
+                    if await self._journal_work(partial(self._journal.get, "site")) != site:
+                        await self._journal_work(partial(self._journal.set, "site", site))
+                    self._ledger.belong_to(site)
+                case Resign(why):
+                    raise ConfigError(why)
+                case Decide():
+                    self._ledger.keep(effect)
+                case _:
+                    pass
+        _record(effects, self._ledger)
+        self._sample()
 
     def _sample(self) -> None:
         """Keep every hour where tenants stand, so that fairness over weeks can be shown."""
@@ -533,9 +534,7 @@ def _restore(journal: Journal[Event], ledger: Ledger, history: HistoryMode = "au
         raise ConfigError(f"{journal.place}: {error}; {mend}") from error
     count = 0
     for _seq, now, event in loaded.events:
-        for effect in arbiter.handle(event, now):
-            if isinstance(effect, Record):
-                ledger.write(effect)
+        ledger.write(*(effect for effect in arbiter.handle(event, now) if isinstance(effect, Record)))
         count += 1
     arbiter.validate()
     _log.info("journal.replayed", events=count, apps=len(arbiter.state.apps), round=arbiter.state.round)
@@ -548,18 +547,20 @@ def backup_in_words(at: float, now: float) -> str:
     return f"the backup of {made}, {max(0.0, now - at) / 3600.0:.1f} hours old"
 
 
-def _perform(effect: Record | Note, ledger: Ledger | None) -> None:
-    if isinstance(effect, Note):
-        _log.info("object.noted", subject=effect.subject, what=effect.what)
-        return
-    if ledger is not None:
-        ledger.write(effect)
-    if isinstance(effect, RoundRecord):
-        won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
-        _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
-    if isinstance(effect, PolicyFailed):
-        failure = effect.failure
-        _log.error("policy.failed", policy=failure.policy, error=failure.error, trace=failure.trace)
+def _record(effects: Sequence[object], ledger: Ledger) -> None:
+    """Write all records among these effects in one transaction, and log what belongs there."""
+    ledger.write(*(effect for effect in effects if isinstance(effect, Record)))
+    for effect in effects:
+        match effect:
+            case Note(subject, what):
+                _log.info("object.noted", subject=subject, what=what)
+            case RoundRecord():
+                won = {outcome.app: len(outcome.gpus) for outcome in effect.outcomes if outcome.gpus}
+                _log.info("round.closed", round=effect.round, bidders=len(effect.bidders), gpus=won)
+            case PolicyFailed(failure=failure):
+                _log.error("policy.failed", policy=failure.policy, error=failure.error, trace=failure.trace)
+            case _:
+                pass
 
 
 __all__ = ["Effect", "run_arbiter"]

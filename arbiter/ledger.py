@@ -314,7 +314,8 @@ class Ledger:
 
     def write(self, *records: Record) -> None:
         """Add records, all or none; writing one again changes nothing."""
-        self._tables.write(*(statement for record in records for statement in _statements(record)))
+        if records:
+            self._tables.write(*(statement for record in records for statement in _statements(record)))
 
     def belong_to(self, site: str) -> None:
         """Keep the id of the site of which it tells; it may have several, as an arbiter may adopt a site."""

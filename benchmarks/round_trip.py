@@ -88,6 +88,7 @@ LEASE_S, PAUSE_S, NEVER_S = 600.0, 3600.0, 1e8
 SETTINGS = ArbiterSettings(
     lease_s=LEASE_S,
     round_pause_s=PAUSE_S,
+    renewal_lead_s=2 * LEASE_S,  # so leases end in the pause after their round, and do not go on until the next
     probe_s=60.0,
     bid_s=60.0,
     beat_s=NEVER_S,
@@ -367,7 +368,7 @@ class Site:
             self.arbiter,
             AmqpBus(broker.url(ARBITER.user), timeout_s=60.0),
             ARBITER,
-            perform=self._perform,
+            perform_together=self._perform,
             journal=self._journal,
             snapshot=self.arbiter.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
@@ -376,14 +377,12 @@ class Site:
             batch=Batch,
         )
 
-    async def _perform(self, effect: RoundRecord | LeaseRecord | Note | Decide) -> None:
-        if isinstance(effect, Decide):
-            self.shell.post(decide(effect))
-            return
-        if not isinstance(effect, Note):
-            self._ledger.write(effect)
-        if isinstance(effect, RoundRecord):
-            self.rounds.append(effect)
+    async def _perform(self, effects: Sequence[RoundRecord | LeaseRecord | Note | Decide]) -> None:
+        for effect in effects:
+            if isinstance(effect, Decide):
+                self.shell.post(decide(effect))
+        self._ledger.write(*(effect for effect in effects if not isinstance(effect, Note | Decide)))
+        self.rounds += [effect for effect in effects if isinstance(effect, RoundRecord)]
 
     def _watch(self, sender: Party, message: AnyMessage) -> None:
         placed = isinstance(message, AppReport) and any(job.gpus for job in message.jobs)

@@ -34,6 +34,7 @@ from protocol.messages import (
     TaskId,
 )
 from protocol.shell import Shell, Waiting, _Arrived
+from protocol.topology import Topology
 from tests.support.patience import PATIENCE_S
 
 APP, NODE = Party("app", "a1"), Party("node", "n1")
@@ -497,6 +498,31 @@ async def test_effects_are_performed_in_order_and_many_sends_at_once(rig: Rig) -
             await delivery.ack()
     assert heard == [reply(number) for number in range(1000)]
     assert rig.shouted == ["first", "last"]
+
+
+async def test_effects_that_wait_for_no_message_are_performed_together_before_the_first_message(rig: Rig) -> None:
+    app = await rig.bus.connect(APP)
+    inbox = Topology().inbox(APP)
+    performed: list[tuple[int, list[str]]] = []
+
+    async def perform(effects: Sequence[Shout]) -> None:
+        performed.append((rig.broker.waiting(inbox), [effect.text for effect in effects]))
+
+    rig.core.answers = lambda event: (
+        [Shout(f"{event.text}1"), Send(APP, Refusal(AppId("x"), event.text)), Shout(f"{event.text}2")]
+        if isinstance(event, Poke)
+        else ()
+    )
+    shell = Shell[Poke, Shout](rig.core, rig.bus, ARBITER, perform_together=perform)
+    async with rig.running(shell):
+        await patiently(shell.wait_connected())
+        await say(app, ARBITER, frame(reply(1), name="x"))  # for which its inbox is made
+        await rig.core.until(lambda: rig.core.heard == [reply(1)])
+        for text in "ab":
+            shell.post(Poke(text))
+        await shell.wait_idle()
+        assert performed == [(0, ["a1", "a2", "b1", "b2"])]
+        assert rig.broker.waiting(inbox) == 2
 
 
 async def test_a_send_that_fails_is_logged_and_disturbs_nothing(rig: Rig, logs: list[dict[str, object]]) -> None:
