@@ -218,7 +218,6 @@ class World:
         self._spreads: dict[str, Spread] = {}  #: by tenant, of the apps that are over
         self.rounds: list[RoundRecord] = []
         self.leases: list[LeaseRecord] = []
-        self.notes: list[tuple[float, Note]] = []
         self.journal: list[tuple[float, Event]] = []
         self.events = 0
         self.messages = 0
@@ -339,7 +338,11 @@ class World:
         return sim_app
 
     def retire(self, app: SimApp) -> None:
-        """End the agent of an app that is over and settled: the arbiter says nothing more to it."""
+        """End the agent of an app that is over and settled: the arbiter says nothing more to it.
+
+        Its story goes, too: nobody asks the arbiter of a world, and stories would be most of what a long run keeps.
+        """
+        self.arbiter.core.state.stories.pop(app.id, None)
         del self._actors[app.actor.party]
         self._stop(app.actor)
         app.actor.core = None
@@ -569,8 +572,8 @@ class World:
 
     def _perform(self, actor: Actor, effect: Any) -> None:
         match effect:
-            case EventRecord() | StretchRecord() | ActRecord() | LossRecord():
-                pass  # for the ledger, which a world has not
+            case EventRecord() | StretchRecord() | ActRecord() | LossRecord() | Note():
+                pass  # for the ledger and the log, which a world has not
             case Decide() | Sell():
                 self._ask_policy(actor, effect)
             case RoundRecord():
@@ -583,8 +586,6 @@ class World:
                     self.on_account(effect)
             case EpochTaken():
                 self.take_epoch(actor, effect.epoch)
-            case Note():
-                self.notes.append((self.now, effect))
             case Accepted(_, app):
                 self.apps[actor.party.id].id = app
             case Declined(_, reason):

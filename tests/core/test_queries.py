@@ -268,7 +268,7 @@ def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
     with TemporaryDirectory() as folder, closing(SqliteJournal.of(f"{folder}/journal.sqlite", Event)) as journal:
         performer = daemon._Performer(counter.site.arbiter, journal, book, ArbiterConfig())
         performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
-        asyncio.run(performer._perform(asked))
+        asyncio.run(performer._perform([asked]))
         book.write(counter.ledger.rounds(limit=1)[0])
         yield performer
 

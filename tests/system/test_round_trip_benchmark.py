@@ -13,7 +13,6 @@ from tests.support.needs import lack
 from tests.support.traces import ROOT
 
 
-@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.broker
 def test_both_sides_go_through_their_stages_and_are_compared() -> None:

@@ -131,15 +131,16 @@ class Themis(Policy):
         enter any auction.
         """
         able = [app for app in view.apps if app.app in view.rhos and app.wants]
+        claims = _claims(view, self._settings)
         if not self._settings.tenants_first:
-            return self._worst_off(view, able)
+            return self._worst_off(view, able, claims)
         by_tenant: dict[TenantId, list[AppView]] = {}
         for app in able:
             by_tenant.setdefault(app.tenant, []).append(app)
         if len({app.tenant for app in view.apps}) > 1 and not _some_stay(view):
             of_gpus = frozenset(self._split(view).owner.values())
             by_tenant = {tenant: apps for tenant, apps in by_tenant.items() if tenant in of_gpus}
-        chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps)}
+        chosen = {app for apps in by_tenant.values() for app in self._worst_off(view, apps, claims)}
         return tuple(app.app for app in view.apps if app.app in chosen)
 
     def _split(self, view: View) -> Split:
@@ -149,15 +150,12 @@ class Themis(Policy):
             last = self._last_split = view, _split(view, self._settings)
         return last[1]
 
-    def _worst_off(self, view: View, able: Sequence[AppView]) -> tuple[AppId, ...]:
+    def _worst_off(self, view: View, able: Sequence[AppView], claims: Mapping[AppId, float]) -> tuple[AppId, ...]:
         if not able:
             return ()
         # (1 - 0.7) * 10 is 3.0000000000000004 in binary.
         count = max(1, math.ceil((1.0 - self._settings.fairness_knob) * len(able) - 1e-9))
-        settings = self._settings
-        order = ranked(
-            view.seed, able, key=lambda app: -_claim(view, app, settings), name=lambda app: app.app, purpose="cutoff"
-        )
+        order = ranked(view.seed, able, key=lambda app: -claims[app.app], name=lambda app: app.app, purpose="cutoff")
         return tuple(app.app for app in islice(order, count))
 
     def allocate(self, view: View, bids: Mapping[AppId, Bid], clock: Clock | None = None) -> Allocation:
@@ -285,7 +283,8 @@ class _Round:
         self._way = "in order of rho"
         apps = [self._as_bid(app) if app.app in self._awards else app for app in self._view.apps]
         answered = (app for app in apps if app.app in self._view.rhos)
-        waiting = sorted(answered, key=lambda app: (-_claim(self._view, app, self._settings), app.app))
+        claims = _claims(self._view, self._settings)
+        waiting = sorted(answered, key=lambda app: (-claims[app.app], app.app))
         while waiting:
             waiting = [app for app in waiting if self._give_one_gang(app)]
         self._renew(apps)
@@ -495,9 +494,10 @@ def _split(view: View, settings: Settings) -> Split:
     standings = Standings(view, today_first=False, patient=True)  # the worst off of equal tenants comes first
     selection = Selection(view, view.apps, told=False)
     late = {app.app for app in starts.late_apps(view, settings.start_within_s)}
+    worths = {app: -claim for app, claim in _claims(view, settings).items()}
 
     def worth(app: AppView) -> float:
-        return -_claim(view, app, settings) if app.app in view.rhos else math.inf
+        return worths.get(app.app, math.inf)
 
     def place(app: AppView) -> float:
         return -math.inf if late and app.app in late else worth(app)
@@ -665,6 +665,13 @@ def _claim(view: View, app: AppView, settings: Settings) -> float:
     if not app.renewable or not app.leases or _stay_s(view, app) >= STAY * view.lease_s:
         return rho
     return rho * settings.renewal_factor
+
+
+def _claims(view: View, settings: Settings) -> dict[AppId, float]:
+    """Return the rho by which each app comes to bid that has told its own; see `_claim`."""
+    rhos, all_are_held = view.rhos, settings.excess < math.inf
+    others = (app for app in view.apps if app.app in rhos and (app.renewable or all_are_held))
+    return {**rhos, **{app.app: _claim(view, app, settings) for app in others}}
 
 
 def _stay_s(view: View, app: AppView) -> float:

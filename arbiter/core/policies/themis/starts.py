@@ -25,7 +25,8 @@ def late_apps(view: View, within_s: float) -> Sequence[AppView]:
     The wait of an app that was held begins anew at its release.
     """
     latest = view.now - within_s
-    return [app for app in view.apps if app.waits_since <= latest and _waits(view, app)]
+    came = [app for app in view.apps if app.arrived_at <= latest]
+    return [app for app in came if app.waits_since <= latest and _waits(view, app)]
 
 
 def _waits(view: View, app: AppView) -> bool:
