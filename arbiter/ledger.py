@@ -23,7 +23,7 @@ from typing import Any, Self, assert_never
 
 import msgspec
 
-from arbiter import round_inputs
+from arbiter import compression, round_inputs
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
@@ -47,7 +47,7 @@ from protocol.messages import AppId, EventFilter, GpuId, NodeId, TenantId
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round {COUNT} PRIMARY KEY, at {NUMBER} NOT NULL, record {BYTES} NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round));
+CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round)) {KEY_ONLY};
 CREATE TABLE IF NOT EXISTS inputs (round {COUNT} PRIMARY KEY, packed {BYTES} NOT NULL);
 CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round {COUNT} NOT NULL, what TEXT NOT NULL,
                                    claimed {NUMBER} NOT NULL, measured {NUMBER} NOT NULL, ratio {NUMBER} NOT NULL,
@@ -114,7 +114,7 @@ INSERT INTO stretches
 #: The tables that came last: a ledger that has them has all.
 _NEWEST = {"stretches", "losses", "standings"}
 
-#: Rounds whose inputs are kept, the newest: one has about a megabyte of a thousand apps, whatever kind they name.
+#: Rounds whose inputs are kept, the newest: one has some 80 kB of a thousand apps, whatever kind they name.
 INPUTS_MAX = 8
 #: Parks before a moment that are looked at for those that were not over then: the newest.
 PARKS_READ_MAX = 20_000
@@ -401,13 +401,13 @@ class Ledger:
         page = (limit, offset)
         rows = self._tables.read(query, page) if app is None else self._tables.read(of_app, (app, *page))
         with self._reading():
-            return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
+            return [compression.from_bytes(packed, RoundRecord) for (packed,) in rows]
 
     def rounds_after(self, at: float) -> Sequence[RoundRecord]:
         """Return the rounds that began after that time, oldest first."""
         rows = self._tables.read("SELECT record FROM rounds WHERE at > ? ORDER BY at", (at,))
         with self._reading():
-            return [msgspec.msgpack.decode(packed, type=RoundRecord) for (packed,) in rows]
+            return [compression.from_bytes(packed, RoundRecord) for (packed,) in rows]
 
     def newest_round_at(self) -> float:
         """Return when the newest round began; 0 if there was none."""
@@ -418,7 +418,7 @@ class Ledger:
         """Return one round; None if there was none of that number."""
         rows = self._tables.read("SELECT record FROM rounds WHERE round = ?", (number,))
         with self._reading():
-            return msgspec.msgpack.decode(rows[0][0], type=RoundRecord) if rows else None
+            return compression.from_bytes(rows[0][0], RoundRecord) if rows else None
 
     def round_count(self) -> int:
         """Return how many rounds there were."""
@@ -651,7 +651,7 @@ def _of_round(record: RoundRecord) -> list[Statement]:
     return [
         # A journal that has lost its end counts some rounds again: what was said of the lost ones goes.
         *((f"DELETE FROM {table} WHERE round = ?", [(record.round,)]) for table in ("outcomes", "claims")),  # noqa: S608
-        (_INSERT_ROUND, [(record.round, record.at, msgspec.msgpack.encode(record))]),
+        (_INSERT_ROUND, [(record.round, record.at, compression.to_bytes(record))]),
         (_INSERT_OUTCOME, [(outcome.app, record.round) for outcome in record.outcomes]),
         (_INSERT_CLAIM, claims),
     ]

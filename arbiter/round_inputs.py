@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter import compression
 from arbiter.core.effects import Decide
 from arbiter.core.seam import AppView, GpuNames
 from protocol.messages import GpuId
@@ -40,13 +41,13 @@ def pack(asked: Decide) -> bytes:
     apps, of_apps = _bare_apps(asked.view.apps, kinds)
     holders, of_holders = _bare_apps(asked.view.holders, kinds)
     bare = replace(asked, view=replace(asked.view, apps=apps, holders=holders))
-    return msgspec.msgpack.encode(_Packed(bare, tuple(names for _, names in kinds.values()), of_apps, of_holders))
+    return compression.to_bytes(_Packed(bare, tuple(names for _, names in kinds.values()), of_apps, of_holders))
 
 
 def unpack(packed: bytes) -> Decide | None:
     """Return the inputs; None if another version has written them."""
     try:
-        found = msgspec.msgpack.decode(packed, type=_Packed)
+        found = compression.from_bytes(packed, _Packed)
     except msgspec.MsgspecError:
         return None
     kinds, view = [GpuNames(names) for names in found.kinds], found.asked.view

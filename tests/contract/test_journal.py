@@ -11,6 +11,7 @@ from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import pytest
 from msgspec import Struct
 from msgspec.structs import replace
@@ -551,6 +552,48 @@ def test_an_older_ledger_in_the_place_of_one_that_is_open_and_was_not_written_ye
         (tmp_path / "older.db").replace(path)
         with pytest.raises(JournalError, match=r"ledger.db is another file"):
             ledger.write(ACT)
+
+
+def crowded_round(number: int) -> RoundRecord:
+    """The record of a round in which a thousand apps wait, and most are told the same."""
+    why = "did not bid, its rho 0.003012 being not above 0.00302, the least of the bidders; no leftovers fit"
+    told = (Outcome(AppId(f"o{owner}-1"), (), f"{why}: {owner % 7} GPUs", rho_now=owner / 7) for owner in range(1000))
+    return replace(ROUND, round=number, outcomes=tuple(told))
+
+
+def stored(path: Path, number: int) -> bytes:
+    """The bytes of a round's record, as they lie in the file."""
+    with closing(sqlite3.connect(path)) as database:
+        ((found,),) = database.execute("SELECT record FROM rounds WHERE round = ?", (number,)).fetchall()
+        assert isinstance(found, bytes)
+        return found
+
+
+def test_the_record_of_a_round_of_a_thousand_apps_takes_a_fraction_of_its_size(tmp_path: Path) -> None:
+    path, record = tmp_path / "ledger.db", crowded_round(1)
+    with closing(Ledger(path)) as ledger:
+        ledger.write(record)
+        assert ledger.round(1) == record
+    assert len(stored(path, 1)) < len(msgspec.msgpack.encode(record)) / 5
+
+
+def test_rounds_that_the_version_before_wrote_are_read_beside_those_of_today(tmp_path: Path) -> None:
+    path, old, new = tmp_path / "ledger.db", crowded_round(1), crowded_round(2)
+    with closing(Ledger(path)) as ledger:
+        ledger.write(old, new)
+        ledger._tables.write(("UPDATE rounds SET record = ? WHERE round = 1", [(msgspec.msgpack.encode(old),)]))
+        assert ledger.rounds(limit=2) == [new, old]
+        assert ledger.rounds(limit=2, app=AppId("o5-1")) == [new, old]
+
+
+@pytest.mark.parametrize("cut", [1, 20, -1])
+def test_a_round_whose_bytes_are_damaged_is_one_error_that_names_the_file(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "ledger.db"
+    with closing(Ledger(path)) as ledger:
+        ledger.write(crowded_round(1))
+        ledger._tables.write(("UPDATE rounds SET record = ? WHERE round = 1", [(stored(path, 1)[:cut],)]))
+        with pytest.raises(JournalError, match=r"cannot use .*ledger\.db: the bytes are damaged"):
+            ledger.round(1)
 
 
 def test_the_ledger_takes_texts_with_zero_characters(store: Store) -> None:
