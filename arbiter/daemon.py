@@ -330,27 +330,29 @@ class _Performer:
         return await asyncio.to_thread(work) if self._journal.remote else work()
 
     async def _perform(self, effects: Sequence[Performed]) -> None:
-        """Have the solver begin, and write all records of a batch in one transaction."""
+        """Perform a batch: take its epochs, have the solver begin, and write its records in one transaction."""
+        for effect in effects:
+            if isinstance(effect, EpochTaken):
+                await self._take_epoch(effect)
         asked = [effect for effect in effects if isinstance(effect, Decide | Sell)]
         for question in asked:
             self.solver.ask(question)
         if asked:
             await asyncio.sleep(0)  # its thread decides while this one writes
-        for effect in effects:
-            match effect:
-                case EpochTaken(epoch, site):
-                    await self._journal_work(partial(self._journal.take_epoch, epoch))
-                    if await self._journal_work(partial(self._journal.get, "site")) != site:
-                        await self._journal_work(partial(self._journal.set, "site", site))
-                    self._ledger.belong_to(site)
-                case Resign(why):
-                    raise ConfigError(why)
-                case Decide():
-                    self._ledger.keep(effect)
-                case _:
-                    pass
         _record(effects, self._ledger)
+        for question in asked:
+            if isinstance(question, Decide):
+                self._ledger.keep(question)
         self._sample()
+        for effect in effects:
+            if isinstance(effect, Resign):
+                raise ConfigError(effect.why)
+
+    async def _take_epoch(self, taken: EpochTaken) -> None:
+        await self._journal_work(partial(self._journal.take_epoch, taken.epoch))
+        if await self._journal_work(partial(self._journal.get, "site")) != taken.site:
+            await self._journal_work(partial(self._journal.set, "site", taken.site))
+        self._ledger.belong_to(taken.site)
 
     def _sample(self) -> None:
         """Keep every hour where tenants stand, so that fairness over weeks can be shown."""

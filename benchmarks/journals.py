@@ -32,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[0] = str(ROOT)  # not this folder, in which `simulator` would be a benchmark
 
 from arbiter.core.arbiter import Batch, Event  # noqa: E402
-from arbiter.core.effects import Decide, EpochTaken, Note, Record, RoundRecord  # noqa: E402
+from arbiter.core.effects import Decide, Record, RoundRecord  # noqa: E402
 from arbiter.core.policies.themis.auction.instance import warm_up  # noqa: E402
 from arbiter.core.rounds.decision import decide  # noqa: E402
 from arbiter.daemon import SNAPSHOT_EVERY  # noqa: E402
@@ -124,7 +124,7 @@ class Stage:
             self.play.core,
             self.bus,
             ARBITER,
-            perform=self._perform,
+            perform_together=self._perform,
             journal=journal,
             take_over=self._take_over,
             snapshot=self.play.core.snapshot,
@@ -147,17 +147,14 @@ class Stage:
         taken: int = self.journal.next_epoch(epoch)
         return taken
 
-    async def _perform(self, effect: Any) -> None:
-        match effect:
-            case Decide():
+    async def _perform(self, effects: Sequence[Any]) -> None:
+        records = [effect for effect in effects if isinstance(effect, Record)]
+        self.ledger.write(*records)
+        self.records += [record for record in records if isinstance(record, RoundRecord)]
+        for effect in effects:
+            if isinstance(effect, Decide):
                 self.ledger.keep(effect)
                 self.shell.post(await asyncio.to_thread(decide, effect))
-            case EpochTaken() | Note():
-                pass
-            case _ if isinstance(effect, Record):
-                self.ledger.write(effect)
-                if isinstance(effect, RoundRecord):
-                    self.records.append(effect)
 
     async def _serve(self, party: Party) -> None:
         """Answer all that the arbiter says to one party."""

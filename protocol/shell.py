@@ -175,7 +175,8 @@ class Shell(Generic[EventT, EffectT]):
         outcome posted as an event. An exception is our own bug and ends `run`.
     perform_together
         In place of `perform`: carries out all effects of a batch but `Send`, in one call, before its first message is
-        sent. For a core none of whose effects has to wait until a message before it is with the broker.
+        sent. For a core none of whose effects has to wait until a message before it is with the broker; its messages
+        wait for this call.
     journal
         Every event is written to it before it is handled.
     take_over

@@ -340,7 +340,7 @@ class World:
     def retire(self, app: SimApp) -> None:
         """End the agent of an app that is over and settled: the arbiter says nothing more to it.
 
-        Its story goes, too: nobody asks the arbiter of a world, and stories would be most of what a long run keeps.
+        Its story goes, too: in a world whose agents are retired nobody asks the arbiter for stories.
         """
         self.arbiter.core.state.stories.pop(app.id, None)
         del self._actors[app.actor.party]

@@ -336,6 +336,15 @@ def test_inputs_of_apps_that_name_a_kind_are_read_as_they_were_and_hold_its_gpus
     assert len(plain) < 10 * len(kind) * len(kind[0]), "52 apps name it"
 
 
+def test_inputs_that_the_version_before_wrote_are_read() -> None:
+    counter = lost_to_ana()
+    asked = counter.ledger.inputs(1)
+    assert asked is not None
+    plain = zlib.decompress(round_inputs.pack(asked))
+    counter.ledger._tables.write(("UPDATE inputs SET packed = ? WHERE round = 1", [(plain,)]))
+    assert written(counter, 1) == asked
+
+
 def test_inputs_with_a_number_that_cannot_be_written_are_left_out() -> None:
     counter = lost_to_ana()
     asked = counter.ledger.inputs(1)
