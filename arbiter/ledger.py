@@ -114,7 +114,7 @@ INSERT INTO stretches
 #: The tables that came last: a ledger that has them has all.
 _NEWEST = {"stretches", "losses", "standings"}
 
-#: Rounds whose inputs are kept, the newest: one has some 80 kB of a thousand apps, whatever kind they name.
+#: Rounds whose inputs are kept, the newest: one has less than 100 kB of a thousand apps, whatever kind they name.
 INPUTS_MAX = 8
 #: Parks before a moment that are looked at for those that were not over then: the newest.
 PARKS_READ_MAX = 20_000
