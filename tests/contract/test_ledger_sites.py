@@ -83,5 +83,6 @@ async def test_an_arbiter_that_adopts_a_site_says_so_in_the_ledger(tmp_path: Pat
     ledger, arbiter = Ledger(":memory:"), Arbiter()
     with closing(SqliteJournal.of(tmp_path / "journal.db", Event)) as journal:
         performer = _Performer(arbiter, journal, ledger, ArbiterConfig())
-        await performer._perform([EpochTaken(7, "s-adopted")])
+        async with performer._perform([EpochTaken(7, "s-adopted")]):
+            pass
     assert ledger.sites() == {"s-adopted"}
