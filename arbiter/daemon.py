@@ -183,7 +183,7 @@ class _Performer:
             self._arbiter,
             bus,
             ARBITER,
-            perform_around=self._perform,
+            perform_together=self._perform,
             journal=self._journal,
             take_over=self._take_over,
             snapshot=self._arbiter.snapshot,
@@ -329,9 +329,8 @@ class _Performer:
         """Have the journal do something, in a thread if another process is waited for."""
         return await asyncio.to_thread(work) if self._journal.remote else work()
 
-    @asynccontextmanager
-    async def _perform(self, effects: Sequence[Performed]) -> AsyncIterator[None]:
-        """Take epochs and have the solver begin; once the messages of the batch are sent, write its records as one."""
+    async def _perform(self, effects: Sequence[Performed]) -> None:
+        """Perform a batch: take its epochs, have the solver begin, and write its records in one transaction."""
         for effect in effects:
             if isinstance(effect, EpochTaken):
                 await self._take_epoch(effect)
@@ -339,8 +338,7 @@ class _Performer:
         for question in asked:
             self.solver.ask(question)
         if asked:
-            await asyncio.sleep(0)  # its thread decides while this one sends and writes
-        yield
+            await asyncio.sleep(0)  # its thread decides while this one writes
         _record(effects, self._ledger)
         for question in asked:
             if isinstance(question, Decide):

@@ -20,8 +20,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager, closing, suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ class Stage:
             self.play.core,
             self.bus,
             ARBITER,
-            perform_around=self._perform,
+            perform_together=self._perform,
             journal=journal,
             take_over=self._take_over,
             snapshot=self.play.core.snapshot,
@@ -147,9 +147,7 @@ class Stage:
         taken: int = self.journal.next_epoch(epoch)
         return taken
 
-    @asynccontextmanager
-    async def _perform(self, effects: Sequence[Any]) -> AsyncIterator[None]:
-        yield
+    async def _perform(self, effects: Sequence[Any]) -> None:
         records = [effect for effect in effects if isinstance(effect, Record)]
         self.ledger.write(*records)
         self.records += [record for record in records if isinstance(record, RoundRecord)]

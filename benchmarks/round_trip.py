@@ -368,7 +368,7 @@ class Site:
             self.arbiter,
             AmqpBus(broker.url(ARBITER.user), timeout_s=60.0),
             ARBITER,
-            perform_around=self._perform,
+            perform_together=self._perform,
             journal=self._journal,
             snapshot=self.arbiter.snapshot,
             snapshot_every=SNAPSHOT_EVERY,
@@ -377,12 +377,10 @@ class Site:
             batch=Batch,
         )
 
-    @asynccontextmanager
-    async def _perform(self, effects: Sequence[RoundRecord | LeaseRecord | Note | Decide]) -> AsyncIterator[None]:
+    async def _perform(self, effects: Sequence[RoundRecord | LeaseRecord | Note | Decide]) -> None:
         for effect in effects:
             if isinstance(effect, Decide):
                 self.shell.post(decide(effect))
-        yield
         self._ledger.write(*(effect for effect in effects if not isinstance(effect, Note | Decide)))
         self.rounds += [effect for effect in effects if isinstance(effect, RoundRecord)]
 

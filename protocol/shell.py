@@ -4,7 +4,7 @@ Events come from the bus, from timers and from the daemon's adapters (`Shell.pos
 batches of those that wait: each event is journalled and handled, then the journal is committed once, then the effects
 are performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
 between repeats messages, which every core bears. Where the core hears messages together (`Shell.batch`), all of a batch
-are one event. Where no effect has to wait for a message (`Shell.perform_around`), all messages of a batch go as one.
+are one event. Where its effects wait for no message (`Shell.perform_together`), they come first, and then all messages.
 
 Waiting items are taken in turn: local events, then nodes' messages, then one message of each owner after the other. An
 owner whose agent floods the arbiter waits behind itself.
@@ -24,7 +24,7 @@ import secrets
 import time
 from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Collection, Container, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, get_args
 
@@ -173,10 +173,10 @@ class Shell(Generic[EventT, EffectT]):
     perform
         Carries out each effect but `Send`. It must not wait for long: work that takes time is started here, and its
         outcome posted as an event. An exception is our own bug and ends `run`.
-    perform_around
-        In place of `perform`: a context manager that carries out all effects of a batch but `Send`, some of them before
-        the batch's messages are sent, and the others once these are with the broker. For a core none of whose effects
-        has to wait until a message before it is sent.
+    perform_together
+        In place of `perform`: carries out all effects of a batch but `Send`, in one call, before its first message is
+        sent. For a core none of whose effects has to wait until a message before it is with the broker; its messages
+        wait for this call.
     journal
         Every event is written to it before it is handled.
     take_over
@@ -209,7 +209,7 @@ class Shell(Generic[EventT, EffectT]):
         party: Party,
         *,
         perform: Callable[[EffectT], Awaitable[None]] | None = None,
-        perform_around: Callable[[Sequence[EffectT]], AbstractAsyncContextManager[None]] | None = None,
+        perform_together: Callable[[Sequence[EffectT]], Awaitable[None]] | None = None,
         journal: Journal[EventT | Received | Tick | Connected] | None = None,
         take_over: Callable[[int], Awaitable[int]] | None = None,
         snapshot: Callable[[], bytes] | None = None,
@@ -224,9 +224,9 @@ class Shell(Generic[EventT, EffectT]):
         self._core = core
         self._bus = bus
         self._party = party
-        assert (perform is None) != (perform_around is None), "effects are performed in one of two ways"
+        assert (perform is None) != (perform_together is None), "effects are performed in one of two ways"
         self._perform = perform
-        self._perform_around = perform_around
+        self._perform_together = perform_together
         self._journal = journal
         self._take_over = self._next_epoch if take_over is None else take_over
         self._snapshot = snapshot
@@ -590,19 +590,20 @@ class Shell(Generic[EventT, EffectT]):
 
     async def _carry_out(self, effects: Sequence[EffectT | Send]) -> bool:
         """Perform all effects; return whether everything that was to be said has been."""
-        if self._perform_around is not None:
-            sends = [effect for effect in effects if isinstance(effect, Send)]
-            async with self._perform_around([effect for effect in effects if not isinstance(effect, Send)]):
-                return await self._say(sends)
-        assert self._perform is not None
-        whole, sends = True, []
+        whole = True
+        sends: list[Send] = []
+        others: list[EffectT] = []
         for effect in effects:
             if isinstance(effect, Send):
                 sends.append(effect)
-                continue
-            whole &= await self._say(sends)
-            sends = []
-            await self._perform(effect)
+            elif self._perform is None:
+                others.append(effect)
+            else:
+                whole &= await self._say(sends)
+                sends = []
+                await self._perform(effect)
+        if self._perform_together is not None and others:
+            await self._perform_together(others)
         return await self._say(sends) and whole
 
     async def _say(self, sends: Sequence[Send]) -> bool:

@@ -83,6 +83,5 @@ async def test_an_arbiter_that_adopts_a_site_says_so_in_the_ledger(tmp_path: Pat
     ledger, arbiter = Ledger(":memory:"), Arbiter()
     with closing(SqliteJournal.of(tmp_path / "journal.db", Event)) as journal:
         performer = _Performer(arbiter, journal, ledger, ArbiterConfig())
-        async with performer._perform([EpochTaken(7, "s-adopted")]):
-            pass
+        await performer._perform([EpochTaken(7, "s-adopted")])
     assert ledger.sites() == {"s-adopted"}

@@ -261,11 +261,6 @@ def test_what_would_have_won_is_worked_out_when_a_person_asks() -> None:
     assert "an estimate" not in told["story"][-1]["what"]
 
 
-async def performed(performer: daemon._Performer, effect: Decide) -> None:
-    async with performer._perform([effect]):
-        pass
-
-
 @contextmanager
 def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
     """The daemon's part beside the core, with the inputs and the record of the lost round."""
@@ -274,7 +269,7 @@ def the_daemon(counter: Counter) -> Iterator[daemon._Performer]:
     with TemporaryDirectory() as folder, closing(SqliteJournal.of(f"{folder}/journal.sqlite", Event)) as journal:
         performer = daemon._Performer(counter.site.arbiter, journal, book, ArbiterConfig())
         performer._shell = SimpleNamespace(now=lambda: counter.site.now)  # type: ignore[assignment]
-        asyncio.run(performed(performer, asked))
+        asyncio.run(performer._perform([asked]))
         book.write(counter.ledger.rounds(limit=1)[0])
         yield performer
 

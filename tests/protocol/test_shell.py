@@ -500,50 +500,29 @@ async def test_effects_are_performed_in_order_and_many_sends_at_once(rig: Rig) -
     assert rig.shouted == ["first", "last"]
 
 
-async def test_all_messages_of_a_batch_are_sent_within_what_is_performed_around_them(rig: Rig) -> None:
+async def test_effects_that_wait_for_no_message_are_performed_together_before_the_first_message(rig: Rig) -> None:
     app = await rig.bus.connect(APP)
     inbox = Topology().inbox(APP)
-    performed: list[tuple[list[str], int, int]] = []
+    performed: list[tuple[int, list[str]]] = []
 
-    @asynccontextmanager
-    async def perform(effects: Sequence[Shout]) -> AsyncIterator[None]:
-        before = rig.broker.waiting(inbox)
-        yield
-        performed.append(([effect.text for effect in effects], before, rig.broker.waiting(inbox)))
+    async def perform(effects: Sequence[Shout]) -> None:
+        performed.append((rig.broker.waiting(inbox), [effect.text for effect in effects]))
 
     rig.core.answers = lambda event: (
         [Shout(f"{event.text}1"), Send(APP, Refusal(AppId("x"), event.text)), Shout(f"{event.text}2")]
         if isinstance(event, Poke)
         else ()
     )
-    shell = Shell[Poke, Shout](rig.core, rig.bus, ARBITER, perform_around=perform)
+    shell = Shell[Poke, Shout](rig.core, rig.bus, ARBITER, perform_together=perform)
     async with rig.running(shell):
         await patiently(shell.wait_connected())
         await say(app, ARBITER, frame(reply(1), name="x"))  # for which its inbox is made
         await rig.core.until(lambda: rig.core.heard == [reply(1)])
-        await shell.wait_idle()
-        performed.clear()
         for text in "ab":
             shell.post(Poke(text))
         await shell.wait_idle()
-    assert performed[0] == (["a1", "a2", "b1", "b2"], 0, 2)
-
-
-async def test_effects_around_messages_are_performed_while_the_broker_is_away(rig: Rig) -> None:
-    performed: list[str] = []
-
-    @asynccontextmanager
-    async def perform(effects: Sequence[Shout]) -> AsyncIterator[None]:
-        yield
-        performed.extend(effect.text for effect in effects)
-
-    rig.core.answers = lambda event: [Send(ARBITER, reply(1)), Shout(event.text)] if isinstance(event, Poke) else ()
-    rig.broker.stop()
-    async with rig.running(Shell[Poke, Shout](rig.core, rig.bus, APP, perform_around=perform)) as shell:
-        shell.post(Poke("go"))
-        await rig.core.until(lambda: any(isinstance(event, Poke) for event in rig.core.events))
-        await shell.wait_idle()
-    assert performed == ["go"]
+        assert performed == [(0, ["a1", "a2", "b1", "b2"])]
+        assert rig.broker.waiting(inbox) == 2
 
 
 async def test_a_send_that_fails_is_logged_and_disturbs_nothing(rig: Rig, logs: list[dict[str, object]]) -> None:
