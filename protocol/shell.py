@@ -4,7 +4,8 @@ Events come from the bus, from timers and from the daemon's adapters (`Shell.pos
 batches of those that wait: each event is journalled and handled, then the journal is committed once, then the effects
 are performed in order with runs of `Send` pipelined, and only then are the deliveries acknowledged. A crash anywhere in
 between repeats messages, which every core bears. Where the core hears messages together (`Shell.batch`), all of a batch
-are one event. Where its effects wait for no message (`Shell.perform_together`), they come first, and then all messages.
+are one event. Where no effect has to wait for a message (`Shell.perform_together`), all effects come first, and all
+messages after them.
 
 Waiting items are taken in turn: local events, then nodes' messages, then one message of each owner after the other. An
 owner whose agent floods the arbiter waits behind itself.

@@ -577,6 +577,14 @@ def test_the_record_of_a_round_of_a_thousand_apps_takes_a_fraction_of_its_size(t
     assert len(stored(path, 1)) < len(msgspec.msgpack.encode(record)) / 5
 
 
+def test_a_new_file_has_each_row_once_that_says_which_round_speaks_of_which_app(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    Ledger(path).close()
+    no_rowid = pytest.raises(sqlite3.OperationalError, match="no such column: rowid")
+    with closing(sqlite3.connect(path)) as database, no_rowid:
+        database.execute("SELECT rowid FROM outcomes")
+
+
 def test_rounds_that_the_version_before_wrote_are_read_beside_those_of_today(tmp_path: Path) -> None:
     path, old, new = tmp_path / "ledger.db", crowded_round(1), crowded_round(2)
     with closing(Ledger(path)) as ledger:

@@ -126,6 +126,19 @@ def test_the_rows_are_the_same_if_the_arbiter_hears_each_message_by_itself(
     assert each.messages > together.messages
 
 
+def test_what_an_arbiter_tells_of_an_app_goes_with_the_agent_of_the_app() -> None:
+    apps = (one("job-1", 0.0, 1, 60.0), one("job-2", 0.0, 1, 90.0))
+    settings = quiet(replace(INSTANT, policy="fifo"))
+    simulation = Simulation(Workload("test", apps), parse_cluster("1x2"), settings, NONE, built_in())
+    told: set[str] = set()
+    simulation.world.on_round = lambda _record: told.update(simulation.world.arbiter.core.state.stories)
+    simulation.run()
+    arbiter = simulation.world.arbiter.core
+    assert len(told & arbiter.state.apps.keys()) == 2, "it told of both while they ran"
+    assert arbiter.state.stories.keys().isdisjoint(arbiter.state.apps)
+    assert "rounds" in arbiter.state.stories
+
+
 # --- by hand ----------------------------------------------------------------------------------------------------------
 
 
