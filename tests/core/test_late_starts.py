@@ -119,6 +119,7 @@ def test_the_time_before_its_release_from_a_hold_does_not_count() -> None:
     assert len(of("held", found)) == 1
     assert f"as it has waited for {WITHIN_S:.0f} s, since its release, without any" in reason("held", found)
     came_later = replace(held, arrived_at=NOW - 1.0, released_at=NOW - WITHIN_S)
+    assert came_later.waits_since == NOW - 1.0
     assert not of("held", decided(came_later)), "an app that waited for another one came when that was over"
 
 
