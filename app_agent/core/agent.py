@@ -75,7 +75,7 @@ class AppAgent:
             return []
         if now >= self._beat_due():
             return self.restate(now)
-        return self._follow(now) if self._patience_over(now) else []
+        return self._follow(now) if self._wait_over(now) else []
 
     def restate(self, now: float) -> list[Send]:
         """State the whole wish again, now."""
@@ -116,14 +116,17 @@ class AppAgent:
         """Return when `tick` is wanted, or None when everything is said and heard."""
         if self.state.settled:
             return None
-        patient_until = self.state.patient_until
-        return self._beat_due() if patient_until is None else min(self._beat_due(), patient_until)
+        return min([self._beat_due(), *self._waits()])
 
     def _beat_due(self) -> float:
         return self.state.beat_at + max(self.beat_s, self.state.told_beat_s)
 
-    def _patience_over(self, now: float) -> bool:
-        return self.state.patient_until is not None and now >= self.state.patient_until
+    def _waits(self) -> list[float]:
+        """Return until when it waits before it asks for more GPUs, or gives some back."""
+        return [until for until in (self.state.patient_until, self.state.content_until) if until is not None]
+
+    def _wait_over(self, now: float) -> bool:
+        return any(now >= until for until in self._waits())
 
     def _be_refused(self, reason: str, now: float, *, cancelled: bool) -> list[Send]:
         """End without another word: the arbiter, which refused or cancelled the app, need not hear that it is over."""
@@ -143,7 +146,7 @@ class AppAgent:
         # It is over, and the arbiter does not seem to know. Leases that leave a lost GPU may be told of for ever.
         contradicted = state.settled and any(not lease.leaving for lease in state.held.values())
         same = (state.held, state.jobs, state.over) == before and (state.probes == probed or state.over is not None)
-        if same and not contradicted and not self._patience_over(now):
+        if same and not contradicted and not self._wait_over(now):
             return []  # its consequences were said when it was new
         return self._follow(now, restate=contradicted)
 

@@ -34,7 +34,7 @@ def gang(app: App) -> int:
 def _demand(app: App, job: Job) -> int:
     if isinstance(job.state, Suspended):
         return 0 if displaced(app, job) else len(job.gpus)
-    if isinstance(job.state, Placed) and not growable(app, job):
+    if isinstance(job.state, Placed) and (app.state.content_until is not None or not growable(app, job)):
         return len(job.gpus)
     return app.job_demand_max
 

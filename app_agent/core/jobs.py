@@ -134,8 +134,9 @@ def observe(
     `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
 
     The cost of a move is measured on the way: from the order to leave until the attempt is over, and from the wish to
-    start the next one until its first mini-batch, both to within the time that reports take. The time between, in
-    which the job waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
+    start the next one until its first mini-batch. Word of that may come when many more are made: their time is taken
+    off. The time between, in which the job waits for GPUs, is no cost of moving it. Only moves of jobs that were told
+    to leave count.
     """
     if not isinstance(job.state, Attempting):
         return job
@@ -276,11 +277,17 @@ def _with_cost_of_start(job: Job, status: TaskStatus, now: float) -> Job:
     state = job.state
     if not isinstance(state, Placed) or status.step <= status.start_step:
         return job
+    start_s = max(0.0, now - state.at - _since_first_s(status))
     if state.left_s is None:
         first = status.attempt == 0 and not job.start_s
-        return replace(job, start_s=max(0.0, now - state.at)) if first else job
-    cost_s = state.left_s + max(0.0, now - state.at)
+        return replace(job, start_s=start_s) if first else job
+    cost_s = state.left_s + start_s
     return replace(job, state=replace(state, left_s=None), moves_s=(*job.moves_s, cost_s)[-MOVES_REMEMBERED:])
+
+
+def _since_first_s(status: TaskStatus) -> float:
+    """Return the time that the mini-batches of an attempt after its first one have taken."""
+    return (status.step - status.start_step - 1) * status.step_s / max(SHARE_MIN, status.measured.share)
 
 
 def _with_phase(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:

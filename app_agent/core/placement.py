@@ -13,11 +13,15 @@ from protocol.messages import GpuId, JobId
 
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0
+#: Once GPUs were of no use, jobs that run ask for no more during this part of a lease. They would get the same again.
+CONTENT_LEASES = 0.25
 
 
 def divide(app: App, now: float) -> None:
     """Take jobs off GPUs they must leave, start those that wait, move those that gain, give back the rest."""
     wanted = app.facts.runnable
+    if app.state.content_until is not None and now >= app.state.content_until:
+        app.state.content_until = None
     _leave_lost_gpus(app, set(wanted), now)
     _move_parked_jobs(app, jobs_of(app, wanted))
     _start_jobs(app, jobs_of(app, wanted), now)
@@ -138,6 +142,8 @@ def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now:
     patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
     state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}
     given_back = {lease for lease, since in state.useless_since.items() if now >= since + patience_s}
+    if given_back:
+        state.content_until = now + CONTENT_LEASES * state.lease_s
     hoped_for = [since for lease, since in state.useless_since.items() if lease not in given_back]
     state.patient_until = min(hoped_for) + patience_s if hoped_for else None
     still_there = {held.lease for held in state.held.values()}

@@ -67,7 +67,7 @@ def end(
 ) -> None:
     """End the app, as the next report will say."""
     app.state.over = Over(outcome, reason, app.state.seq + 1, now, exit_code)
-    app.state.patient_until = None  # no later step divides GPUs, so none would end this wait
+    app.state.patient_until = app.state.content_until = None  # no later step divides GPUs, so none would end a wait
 
 
 def _remark(app: App, answer: Job) -> str:

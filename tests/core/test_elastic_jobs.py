@@ -83,6 +83,28 @@ def test_a_job_does_not_grow_onto_another_node() -> None:
     assert bench.report.releases == ("L-n2g0", "L-n2g1")
 
 
+def test_a_job_that_had_no_use_for_more_gpus_asks_for_more_only_after_a_while() -> None:
+    bench = running("n1g0 n1g1")
+    assert bench.report.demand_max == 4
+    bench.grant("n2g0 n2g1")
+    assert (bench.report.releases, bench.report.demand_max) == (("L-n2g0", "L-n2g1"), 2)
+    asks_at = bench.now + bench.agent.state.lease_s / 4
+    bench.now = asks_at - 1.0
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=110, start_step=-1, step_s=1.0))
+    assert bench.report.demand_max == 2, "the same GPUs would come again, and go back again"
+    assert bench.agent.deadline() == asks_at
+    bench.tick(after_s=1.0)
+    assert bench.report.demand_max == 4
+
+
+def test_a_job_that_waits_asks_for_all_it_can_use_though_it_had_no_use_for_some_when_it_ran() -> None:
+    bench = running("n1g0 n1g1")
+    bench.grant("n2g0 n2g1")
+    bench.preempt("n1g0 n1g1")
+    bench.holdings("", exited(TASK, "n1g0 n1g1", "preempted", step=101))
+    assert (bench.wished(), bench.report.demand_max) == ((1, ""), 4)
+
+
 def test_a_job_that_loses_one_gpu_goes_on_with_the_largest_size_that_is_left() -> None:
     bench = running("n1g0 n1g1 n1g2 n1g3")
     bench.preempt("n1g3")
@@ -211,6 +233,28 @@ def test_a_move_costs_leaving_and_starting_but_not_the_wait_for_gpus_between() -
     assert bench.report.move_s == 0
     move(bench, 0, left_s=3.0, waited_s=1000.0, started_s=4.0)
     assert bench.report.move_s == 7.0
+
+
+@pytest.mark.parametrize(("share", "took_s"), [(1.0, 90.0), (0.5, 180.0)])
+def test_a_move_costs_no_more_if_word_of_its_first_mini_batch_comes_late(share: float, took_s: float) -> None:
+    bench = placed()
+    bench.preempt("n1g0")
+    bench.holdings("", exited(TASK, "n1g0", "preempted", step=9), leaving="n1g0")
+    bench.grant("n2g0")
+    bench.now += 7.0 + took_s
+    measured = Measured(source="steps", share=share)
+    bench.holdings("n2g0", status("ada-1.0-a1", "n2g0", step=100, start_step=9, step_s=1.0, measured=measured))
+    bench.tick()
+    assert bench.report.move_s == 7.0
+
+
+def test_a_start_costs_no_more_if_word_of_its_first_mini_batch_comes_late() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    bench.now += 25.0
+    bench.holdings("n1g0", status(TASK, "n1g0", step=20, start_step=-1, step_s=1.0))
+    bench.tick()
+    assert bench.report.start_s == 5.0
 
 
 def test_what_a_move_costs_is_the_median_of_the_last_five() -> None:

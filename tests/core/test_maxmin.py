@@ -159,8 +159,18 @@ def test_gpus_go_in_parts_by_need_so_that_apps_end_near_the_time_when_they_are_d
 def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
     each = works((0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 50.0, 50.0))
     due = np.array([200.0, 100.0, -9.0, 100.0])
-    assert needs_of(each, due, ["kept"] * 4).tolist() == [1.0, 4.0, 64.0, 0.25]
+    assert needs_of(each, due, ["kept"] * 4).tolist() == [1.0, 4.0, 256.0, 0.25]
     assert needs_of(each, due, ["broken"] * 4).tolist() == [1.0, 4.0, 4.0, 0.25]
+
+
+def test_an_app_has_as_long_to_go_as_with_the_most_gpus_that_it_could_use_whatever_it_asks_for_now() -> None:
+    # A search that asks for one GPU while the last job of a phase runs, and has had eight jobs side by side.
+    tail = replace(app("tail", left_s=300.0, alone_s=900.0), left_gpu_s=2000.0, demand_max=1, demand_held=8)
+    works = outlook_of(later(round_of(gpus_of(8), tail), 1000.0)).works
+    assert works.left_s.tolist() == [300.0]
+    assert works.left_gpu_s.tolist() == [2000.0]
+    wrong = replace(tail, left_s=200.0)
+    assert outlook_of(later(round_of(gpus_of(8), wrong), 1000.0)).works.left_s.tolist() == [250.0]
 
 
 def test_the_reason_tells_the_need_and_where_it_comes_from() -> None:
@@ -168,7 +178,7 @@ def test_the_reason_tells_the_need_and_where_it_comes_from() -> None:
     outlook = outlook_of(view)
     _, outcomes = decided(POLICY, view)
     due, fair = outlook.due_s[0], outlook.works.fair_s[0]
-    need = min(4.0, 100.0 / due) ** 2
+    need = min(8.0, 100.0 / due) ** 2
     assert outcomes["a"].reason == (
         f"number 1 by need for each GPU ({need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its "
         f"fair time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"

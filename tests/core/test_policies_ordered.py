@@ -739,7 +739,7 @@ def by_need(view: View) -> dict[str, int]:
         if holds:
             due -= 3.0 * (app.move_s or 60.0)
         silent = app.left_gpu_s is None
-        most = 1.0 if silent else 4.0
+        most = 1.0 if silent else 8.0
         haste = most if due <= left / most else left / due
         need = outlook.works.left_gpu_s[at] / left * haste**2
         return silent and due > left, -need / (got[app.app] + app.gang), not holds

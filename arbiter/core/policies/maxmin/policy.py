@@ -45,7 +45,7 @@ from protocol.messages import AppId, Bid
 
 #: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
 #: Without a word that can be taken it is 1.
-HASTE_MAX: Final = 4.0
+HASTE_MAX: Final = 8.0
 #: An app may show so many times the work that it declared before it is due later: starts count as work, too.
 EXCUSED: Final = 1.25
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
@@ -250,7 +250,8 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
         np.where(wide, told.shown, told.demand_max),
         np.where(wide, told.asked / np.maximum(1.0, told.shown), 1.0),
     )
-    width = np.clip(demand, 1.0, gpus)
+    # A search asks for few GPUs while the last jobs of a phase run, and for many in the next one.
+    width = np.clip(np.where(wide, told.shown, np.maximum(told.demand_max, told.demand_held)), 1.0, gpus)
     had = told.served_gpu_s + told.leases * view.now - told.granted_sum
     since = view.now - told.left_at
     silent = np.isnan(told.left_gpu_s)
