@@ -240,7 +240,7 @@ class AppState(Struct):
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
     patient_until: float | None = None  #: when useless leases that may still make a gang are given back
-    content_until: float | None = None  #: until then jobs that run ask for no more GPUs: the last were of no use to them
+    content_until: float | None = None  #: its running jobs ask for no more GPUs: the last ones were of no use
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last told; the default is that of PAPERS.md section 1
