@@ -361,6 +361,7 @@ class Measured(Struct, frozen=True, omit_defaults=True):
     remark: Sentence = ""  #: for people: how sharing its GPUs went, and remarks on its metrics
     diverged: tuple[Label, ...] = ()  #: metrics whose newest value is no finite number; they are not among those
     ran_s: Seconds = 0.0  #: how long this attempt has had its GPUs, without the time in which it was parked
+    first_s: Seconds = 0.0  #: how much of that had passed at its first mini-batch; 0: none is made yet, or none is told
     unsaved_s: Seconds = 0.0  #: of that, the time to be done again if it ends now, or since it ended: 0 if all is saved
     reserved_bytes: Count = 0  #: kept by the allocators of its processes at the newest trough, in use or not
     #: The period that each signal shows, of one forward and backward pass: a micro-batch where gradients are
@@ -515,7 +516,7 @@ class AppReport(Struct, frozen=True, tag=True):
     run: Token = ""
     site: SiteId = ""  #: as its app agent was last told by an arbiter
     basis: Basis = "measured"  #: the basis of its times
-    start_s: Seconds = 0.0  #: from a job's first order to start until its first mini-batch, as measured; 0: unknown
+    start_s: Seconds = 0.0  #: from a job's first GPUs until its first mini-batch, as its node measured; 0: unknown
     after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
     array: Count = 0  #: how many jobs its array has; 0: it is none
     array_over: Count = 0  #: of these, those that have ended

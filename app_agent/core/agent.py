@@ -15,6 +15,7 @@ Kept out: event loop, clock, dice, files, sockets; other apps.
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
 from typing import Literal, assert_never
 
 from app_agent.core import bidding, holdings, placement, reporting, search
@@ -24,7 +25,7 @@ from app_agent.core.spec import AppSpec
 from app_agent.core.spread import UNMEASURED, Spread
 from app_agent.core.tuning import scheduler_for
 from protocol.core import Send
-from protocol.messages import AppId, Grant, Holdings, JobId, Offer, Preempt, Probe, Refusal
+from protocol.messages import AppId, GpuId, Grant, Holdings, JobId, Offer, Preempt, Probe, Refusal
 
 ToOneApp = Probe | Offer | Grant | Preempt | Holdings | Refusal
 
@@ -70,7 +71,7 @@ class AppAgent:
                 assert_never(never)
 
     def tick(self, now: float) -> list[Send]:
-        """Restate the whole wish if a beat is due; give back GPUs that waited too long for the rest of a gang."""
+        """Restate the whole wish if a beat is due; end waits for the rest of a gang or for better GPUs."""
         if self.state.settled:
             return []
         if now >= self._beat_due():
@@ -148,16 +149,16 @@ class AppAgent:
         same = (state.held, state.jobs, state.over) == before and (state.probes == probed or state.over is not None)
         if same and not contradicted and not self._wait_over(now):
             return []  # its consequences were said when it was new
-        return self._follow(now, restate=contradicted)
+        return self._follow(now, restate=contradicted, ran_on={gpu for job in before[1] for gpu in job.gpus})
 
     # --- after every event ------------------------------------------------------------------------------------------
 
-    def _follow(self, now: float, *, restate: bool = False) -> list[Send]:
-        """Draw the consequences of all that is known, and say so if they are new."""
+    def _follow(self, now: float, *, restate: bool = False, ran_on: AbstractSet[GpuId] = frozenset()) -> list[Send]:
+        """Draw the consequences of all that is known, and say so if they are new; jobs were on `ran_on` before."""
         if self.state.over is None:
             search.advance(self.app, now)
         if self.state.over is None:
-            placement.divide(self.app, now)
+            placement.divide(self.app, now, ran_on)
         return reporting.report(self.app, now, restate=restate)
 
     def validate(self) -> None:

@@ -77,6 +77,8 @@ def joined_status(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskSta
     last = _decisive_part(ordered, whole=whole) if phase == "exited" else None
     metrics, diverged = newest_metrics(*((part.metrics, part.measured.diverged) for part in reversed(ordered)))
     measured = min((part.measured for part in ordered), key=lambda measured: measured.share)
+    firsts_s = [part.measured.first_s for part in parts]
+    first_s = max(firsts_s) if whole and all(firsts_s) else 0.0
     return replace(
         last or ordered[0],
         gpus=known,
@@ -93,7 +95,7 @@ def joined_status(parts: Sequence[TaskStatus], gpus: Sequence[GpuId]) -> TaskSta
         outcome=last.outcome if last else None,
         reason=last.reason if last else next((part.reason for part in ordered if part.reason), ""),
         metrics=metrics,
-        measured=replace(measured, diverged=diverged),
+        measured=replace(measured, diverged=diverged, first_s=first_s),
         samples=min(part.samples for part in parts),
     )
 
@@ -133,10 +135,9 @@ def observe(
 
     `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
 
-    The cost of a move is measured on the way: from the order to leave until the attempt is over, and from the wish to
-    start the next one until its first mini-batch. Word of that may come when many more are made: their time is taken
-    off. The time between, in which the job waits for GPUs, is no cost of moving it. Only moves of jobs that were told
-    to leave count.
+    The cost of a move is measured on the way: from the order to leave until word that the attempt is over, and from
+    when the next one has its GPUs until its first mini-batch, which its node measures. The time between, in which the
+    job waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
     """
     if not isinstance(job.state, Attempting):
         return job
@@ -145,7 +146,7 @@ def observe(
     job = _with_figures(job, status, held)
     if status.phase == "exited":
         return _after_end(job, status, spec, now)
-    return _with_phase(_with_cost_of_start(job, status, now), status, held)
+    return _with_phase(_with_cost_of_start(job, status), status, held)
 
 
 def with_older_attempts(job: Job, tasks: Mapping[tuple[JobId, int], Sequence[TaskStatus]]) -> Job:
@@ -272,22 +273,15 @@ def _pace(status: TaskStatus, times: Sequence[IterTime]) -> Pace:
     return Pace(status.step_s, measured.source, measured.share, measured.packed_with, rate, measured.remark)
 
 
-def _with_cost_of_start(job: Job, status: TaskStatus, now: float) -> Job:
+def _with_cost_of_start(job: Job, status: TaskStatus) -> Job:
     """Note the cost of a start or a move, once the job has made its first mini-batch where it is now."""
-    state = job.state
-    if not isinstance(state, Placed) or status.step <= status.start_step:
+    state, first_s = job.state, status.measured.first_s
+    if not isinstance(state, Placed) or not first_s:
         return job
-    start_s = max(0.0, now - state.at - _since_first_s(status))
     if state.left_s is None:
-        first = status.attempt == 0 and not job.start_s
-        return replace(job, start_s=start_s) if first else job
-    cost_s = state.left_s + start_s
-    return replace(job, state=replace(state, left_s=None), moves_s=(*job.moves_s, cost_s)[-MOVES_REMEMBERED:])
-
-
-def _since_first_s(status: TaskStatus) -> float:
-    """Return the time that the mini-batches of an attempt after its first one have taken."""
-    return (status.step - status.start_step - 1) * status.step_s / max(SHARE_MIN, status.measured.share)
+        return replace(job, start_s=first_s) if status.attempt == 0 and not job.start_s else job
+    moves_s = (*job.moves_s, state.left_s + first_s)[-MOVES_REMEMBERED:]
+    return replace(job, state=replace(state, left_s=None), moves_s=moves_s)
 
 
 def _with_phase(job: Job, status: TaskStatus, held: Mapping[GpuId, HeldGpu]) -> Job:
@@ -375,11 +369,11 @@ def shell_code(exit_code: int | None) -> int:
     return 128 - exit_code if exit_code < 0 else exit_code
 
 
-def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int, now: float) -> Job:
+def place(job: Job, gpus: tuple[GpuId, ...], *, since_seq: int) -> Job:
     """Start the waiting attempt on `gpus`."""
     assert isinstance(job.state, Waiting)
     assert gpus
-    return replace(job, state=Placed(job.state.attempt, gpus, since_seq, now, job.state.left_s))
+    return replace(job, state=Placed(job.state.attempt, gpus, since_seq, job.state.left_s))
 
 
 def move(job: Job, gpus: tuple[GpuId, ...]) -> Job:

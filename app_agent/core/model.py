@@ -60,7 +60,7 @@ class Waiting(Struct, frozen=True, tag=True):
 
 
 class Placed(Struct, frozen=True, tag=True):
-    """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`, at time `at`.
+    """Attempt `attempt` starts or runs on `gpus`; first wished in report `since_seq`.
 
     A job that moved keeps `left_s` (see `Waiting`) until its first mini-batch here, which tells the cost of the move.
     """
@@ -68,7 +68,6 @@ class Placed(Struct, frozen=True, tag=True):
     attempt: int
     gpus: tuple[GpuId, ...]
     since_seq: int
-    at: float = 0.0
     left_s: float | None = None
 
 
@@ -240,7 +239,7 @@ class AppState(Struct):
     given_back: tuple[LeaseId, ...] = ()
     useless_since: dict[LeaseId, float] = {}
     patient_until: float | None = None  #: when useless leases that may still make a gang are given back
-    content_until: float | None = None  #: its running jobs ask for no more GPUs: the last ones were of no use
+    content_until: float | None = None  #: until then its running jobs ask for no more GPUs
     cluster_gpus: int = 0
     apps_mean: float = 1.0  #: N_avg, as last probed
     lease_s: float = 600.0  #: as last told; the default is that of PAPERS.md section 1

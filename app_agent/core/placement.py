@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from collections.abc import Set as AbstractSet
 
 from app_agent.core import demand, division, jobs
 from app_agent.core.app import App
@@ -13,21 +14,25 @@ from protocol.messages import GpuId, JobId
 
 #: A part of a gang is kept this long, and a quarter of a lease at least, for the rest to be freed by its holder.
 GANG_PATIENCE_S = 60.0
-#: Once GPUs were of no use, jobs that run ask for no more during this part of a lease. They would get the same again.
-CONTENT_LEASES = 0.25
+#: After GPUs came that no job could use, jobs that run ask for no more for a quarter of a lease, and so long at most:
+#: they would get the same ones again.
+CONTENT_S_MAX = 150.0
 
 
-def divide(app: App, now: float) -> None:
-    """Take jobs off GPUs they must leave, start those that wait, move those that gain, give back the rest."""
+def divide(app: App, now: float, ran_on: AbstractSet[GpuId] = frozenset()) -> None:
+    """Take jobs off GPUs they must leave, start those that wait, move those that gain, give back the rest.
+
+    Jobs were on the GPUs `ran_on` before the news that led to this.
+    """
     wanted = app.facts.runnable
     if app.state.content_until is not None and now >= app.state.content_until:
         app.state.content_until = None
     _leave_lost_gpus(app, set(wanted), now)
     _move_parked_jobs(app, jobs_of(app, wanted))
-    _start_jobs(app, jobs_of(app, wanted), now)
+    _start_jobs(app, jobs_of(app, wanted))
     held_back = _held_back_gpus(app, wanted)
     held_back = _move_jobs(app, wanted, held_back, now)
-    _give_back_gpus(app, wanted, held_back, now)
+    _give_back_gpus(app, wanted, held_back, now, ran_on)
 
 
 def _replace_job(app: App, job: Job) -> None:
@@ -80,11 +85,11 @@ def _move_parked_jobs(app: App, wanted: Sequence[Job]) -> None:
             _replace_job(app, jobs.move(job, tuple([onto.get(gpu, gpu) for gpu in state.gpus])))
 
 
-def _start_jobs(app: App, wanted: Sequence[Job], now: float) -> None:
+def _start_jobs(app: App, wanted: Sequence[Job]) -> None:
     waiting = [job for job in wanted if isinstance(job.state, Waiting)]
     for job_id, gpus in division.divide(_free_gpus(app), _asking(app, waiting)).items():
         job = next(job for job in waiting if job.id == job_id)
-        _replace_job(app, jobs.place(job, gpus, since_seq=app.state.seq + 1, now=now))
+        _replace_job(app, jobs.place(job, gpus, since_seq=app.state.seq + 1))
 
 
 def _asking(app: App, some: Iterable[Job]) -> list[Asking]:
@@ -134,7 +139,9 @@ def _move_jobs(app: App, wanted: Sequence[int], held_back: set[GpuId], now: floa
     return held_back
 
 
-def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now: float) -> None:
+def _give_back_gpus(
+    app: App, wanted: Sequence[int], held_back: set[GpuId], now: float, ran_on: AbstractSet[GpuId]
+) -> None:
     """Release the GPUs no job can use; a part of a gang only when the rest of it has not come for a while."""
     state = app.state
     useless = {held.lease for held in _free_gpus(app) if held.gpu not in held_back}
@@ -142,8 +149,9 @@ def _give_back_gpus(app: App, wanted: Sequence[int], held_back: set[GpuId], now:
     patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
     state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}
     given_back = {lease for lease, since in state.useless_since.items() if now >= since + patience_s}
-    if given_back:
-        state.content_until = now + CONTENT_LEASES * state.lease_s
+    came = any(held.lease in given_back and gpu not in ran_on for gpu, held in state.held.items())
+    if came and any(isinstance(job.state, Placed) and demand.growable(app, job) for job in jobs_of(app, wanted)):
+        state.content_until = now + min(CONTENT_S_MAX, state.lease_s / 4)
     hoped_for = [since for lease, since in state.useless_since.items() if lease not in given_back]
     state.patient_until = min(hoped_for) + patience_s if hoped_for else None
     still_there = {held.lease for held in state.held.values()}

@@ -157,6 +157,7 @@ def _measured(task: Task, now: float) -> Measured:
         remark=_no_numbers(facts.diverged),
         diverged=facts.diverged,
         ran_s=facts.cost.ran_s(age_s),
+        first_s=facts.cost.first_s,
         unsaved_s=0.0 if facts.left else facts.cost.unsaved_s(age_s),
     )
 

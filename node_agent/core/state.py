@@ -147,6 +147,13 @@ class NodeState:
         if cost is not task.facts.cost:
             self.learn(task_id, cost=cost)
 
+    def count_first(self, task_id: TaskId, since_first_s: float) -> None:
+        """Count the time until the first mini-batch of a task, which was made so many seconds ago."""
+        task = self.tasks[task_id]
+        cost = task.facts.cost.begun(task.age_s(self.now), since_first_s)
+        if cost is not task.facts.cost:
+            self.learn(task_id, cost=cost)
+
     def count_saved(self, task_id: TaskId, before: int) -> None:
         """Count what a task has saved, if that is more than the step `before`."""
         task = self.tasks[task_id]

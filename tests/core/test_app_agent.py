@@ -566,20 +566,6 @@ def test_its_times_rest_on_a_guess_until_steps_and_their_time_are_known() -> Non
     assert wish(bench.agent.app).basis == "measured"
 
 
-def test_what_a_first_start_took_is_measured_until_its_first_mini_batch() -> None:
-    bench = Bench()
-    bench.grant("n1g0")
-    bench.tick(12.0)
-    bench.holdings("n1g0", status(TASK, "n1g0", step=-1))
-    assert wish(bench.agent.app).start_s == 0.0
-    bench.tick(3.0)
-    bench.holdings("n1g0", status(TASK, "n1g0", step=0))
-    assert wish(bench.agent.app).start_s == 15.0
-    bench.tick(30.0)
-    bench.holdings("n1g0", status(TASK, "n1g0", step=5))
-    assert wish(bench.agent.app).start_s == 15.0
-
-
 def test_a_job_lost_with_its_node_starts_anew() -> None:
     bench = started()
     bench.holdings("")

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from app_agent.core.division import Asking, divide
 from app_agent.core.model import HeldGpu
@@ -95,6 +96,36 @@ def test_a_job_that_had_no_use_for_more_gpus_asks_for_more_only_after_a_while() 
     assert bench.agent.deadline() == asks_at
     bench.tick(after_s=1.0)
     assert bench.report.demand_max == 4
+
+
+def test_a_job_asks_on_where_the_gpus_that_go_back_are_those_of_another_job_that_has_ended() -> None:
+    bench = Bench(sizes=SIZES, steps_total=1000, trials=(("python", "a.py"), ("python", "b.py")))
+    bench.grant("n1g0 n2g0")
+    first, second = "ada-1.0-a0", "ada-1.1-a0"
+    runs = [status(task, gpu, step=99, step_s=1.0) for task, gpu in ((first, "n1g0"), (second, "n2g0"))]
+    bench.holdings("n1g0 n2g0", *runs)
+    assert bench.report.demand_max == 8
+    bench.holdings("n1g0 n2g0", runs[0], exited(second, "n2g0", "finished", step=999))
+    assert (bench.report.releases, bench.report.demand_max) == (("L-n2g0",), 4)
+
+
+def test_a_job_that_has_not_begun_is_not_content_with_what_it_has() -> None:
+    bench = Bench(sizes=SIZES, steps_total=1000)
+    bench.grant("n1g0 n1g1 n1g2")
+    assert bench.report.releases == ("L-n1g2",)
+    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=0, start_step=-1, step_s=1.0))
+    assert bench.report.demand_max == 4
+
+
+def test_an_app_that_ends_while_its_jobs_are_content_waits_for_nothing_more() -> None:
+    bench = running("n1g0 n1g1")
+    bench.grant("n2g0 n2g1")
+    bench.cancel()
+    bench.now += 1000.0
+    bench.tick()
+    deadline = bench.agent.deadline()
+    assert deadline is not None
+    assert deadline > bench.now
 
 
 def test_a_job_that_waits_asks_for_all_it_can_use_though_it_had_no_use_for_some_when_it_ran() -> None:
@@ -215,9 +246,10 @@ def move(bench: Bench, attempt: int, *, left_s: float, waited_s: float, started_
     after = f"ada-1.0-a{attempt + 1}"
     bench.holdings(target, status(after, target, step=9, start_step=9))
     bench.now += started_s / 2
-    bench.holdings(target, status(after, target, step=10, start_step=9))
+    measured = Measured(ran_s=started_s, first_s=started_s)
+    bench.holdings(target, status(after, target, step=10, start_step=9, measured=measured))
     bench.now += 100.0
-    bench.holdings(target, status(after, target, step=200, start_step=9))
+    bench.holdings(target, status(after, target, step=200, start_step=9, measured=measured))
     bench.tick()
 
 
@@ -235,26 +267,44 @@ def test_a_move_costs_leaving_and_starting_but_not_the_wait_for_gpus_between() -
     assert bench.report.move_s == 7.0
 
 
-@pytest.mark.parametrize(("share", "took_s"), [(1.0, 90.0), (0.5, 180.0)])
-def test_a_move_costs_no_more_if_word_of_its_first_mini_batch_comes_late(share: float, took_s: float) -> None:
+def test_a_move_costs_no_more_if_word_of_its_first_mini_batch_comes_late() -> None:
     bench = placed()
     bench.preempt("n1g0")
     bench.holdings("", exited(TASK, "n1g0", "preempted", step=9), leaving="n1g0")
     bench.grant("n2g0")
-    bench.now += 7.0 + took_s
-    measured = Measured(source="steps", share=share)
-    bench.holdings("n2g0", status("ada-1.0-a1", "n2g0", step=100, start_step=9, step_s=1.0, measured=measured))
+    bench.now += 1007.0
+    late = {"step": 100, "start_step": 9, "step_s": 11.0}
+    bench.holdings("n2g0", status("ada-1.0-a1", "n2g0", **late))
+    bench.tick()
+    assert bench.report.move_s == 0.0, "a node agent of an earlier version measures nothing"
+    bench.holdings("n2g0", status("ada-1.0-a1", "n2g0", measured=Measured(ran_s=1007.0, first_s=7.0), **late))
     bench.tick()
     assert bench.report.move_s == 7.0
 
 
-def test_a_start_costs_no_more_if_word_of_its_first_mini_batch_comes_late() -> None:
+def test_a_start_costs_what_its_node_has_measured_and_that_counts_once() -> None:
     bench = Bench()
     bench.grant("n1g0")
     bench.now += 25.0
-    bench.holdings("n1g0", status(TASK, "n1g0", step=20, start_step=-1, step_s=1.0))
+    bench.holdings("n1g0", status(TASK, "n1g0", step=20, measured=Measured(ran_s=20.0, first_s=5.0)))
     bench.tick()
     assert bench.report.start_s == 5.0
+    bench.holdings("n1g0", status(TASK, "n1g0", step=30, measured=Measured(ran_s=30.0, first_s=6.0)))
+    bench.tick()
+    assert bench.report.start_s == 5.0
+
+
+@pytest.mark.parametrize(("others", "start_s"), [((3.0, 8.0), 8.0), ((3.0, 0.0), 0.0)])
+def test_a_job_on_several_nodes_has_begun_when_all_its_parts_have(others: tuple[float, float], start_s: float) -> None:
+    bench = Bench(gang=2, spans=True)
+    bench.grant("n1g0 n2g0")
+    parts = [
+        status(TASK, f"n{number}g0", step=9, start_step=-1, measured=Measured(first_s=first_s))
+        for number, first_s in enumerate(others, start=1)
+    ]
+    bench.holdings("n1g0 n2g0", *(replace(part, task=TaskId(f"{part.task}-{part.gpus[0]}")) for part in parts))
+    bench.tick()
+    assert bench.report.start_s == start_s
 
 
 def test_what_a_move_costs_is_the_median_of_the_last_five() -> None:

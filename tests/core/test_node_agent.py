@@ -954,6 +954,8 @@ def test_what_the_next_incarnation_needs_is_noted_when_it_changes_and_only_then(
     bench.worker(A, hello(A))
     assert bench.only(NoteWorker).note.can_park
     bench.worker(A, progress(1))
+    assert bench.only(NoteWorker).note.cost.first_s > 0.0
+    bench.worker(A, progress(2))
     assert not bench.all(NoteWorker)
     bench.plan(task_order(A, 0, want="vacate"))
     bench.worker(A, Suspended(bench.ordered().seq, 6, GIB, 0, 0.1))

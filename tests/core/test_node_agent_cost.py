@@ -71,6 +71,63 @@ def test_time_in_which_it_is_parked_does_not_count() -> None:
     assert cost(bench) == pytest.approx((25.0, 25.0))
 
 
+def first_s(bench: Bench, task: str = A) -> float:
+    """Return how long the task had had its GPUs when it made its first mini-batch, as the node measured it."""
+    bench.say(Tick())
+    return bench.status(task).measured.first_s
+
+
+@pytest.mark.parametrize("start_step", [-1, 50])
+def test_the_time_until_the_first_mini_batch_counts_once_and_without_the_ones_after_it(start_step: int) -> None:
+    bench = Bench()
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.wait(10.0)
+    bench.worker(A, hello(A))
+    bench.wait(7.0)
+    bench.worker(A, replace(progress(start_step), start_step=start_step))
+    assert first_s(bench) == 0.0, "it has its checkpoint, and has made none"
+    bench.wait(2.0)
+    bench.worker(A, replace(progress(start_step + 6), start_step=start_step))
+    assert first_s(bench) == pytest.approx(18.5), "the first of six, of 0.1 s each, five of them ago"
+    bench.wait(60.0)
+    bench.worker(A, replace(progress(start_step + 300), start_step=start_step))
+    assert first_s(bench) == pytest.approx(18.5)
+
+
+def test_the_time_until_the_first_mini_batch_leaves_out_what_a_job_was_parked_before_it() -> None:
+    bench = Bench()
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.worker(A, hello(A))
+    bench.worker(A, progress(-1))
+    bench.wait(20.0)
+    bench.plan(task_order(A, 0, want="vacate"), leases=[])
+    bench.worker(A, Suspended(bench.ordered().seq, -1, MIB, 0, 0.5))
+    bench.measure()
+    bench.wait(300.0)
+    bench.plan(task_order(A, 0))
+    bench.wait(5.0)
+    bench.worker(A, progress(0))
+    assert first_s(bench) == pytest.approx(25.0)
+
+
+def test_a_new_node_agent_knows_how_long_the_first_mini_batch_took() -> None:
+    bench = Bench()
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    bench.worker(A, hello(A))
+    bench.wait(30.0)
+    told = bench.worker(A, progress(0))
+    note = [each for each in told if isinstance(each, NoteWorker)][-1].note
+    again = Bench(fresh=True)
+    again.adopt(replace(AdoptedWorker(TaskId(A), AppId("ada-1"), JobId("ada-1.0"), 0, (gpu(0),), note), lived_s=900.0))
+    again.measure()
+    again.worker(A, hello(A, step=900))
+    again.worker(A, progress(910))
+    assert first_s(again) == pytest.approx(30.0)
+
+
 def test_who_finishes_loses_nothing() -> None:
     bench = Bench()
     bench.run(A, 0)

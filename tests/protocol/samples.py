@@ -99,6 +99,7 @@ _STATUS = TaskStatus(
         (TaskId("bob-1.0-a0"),),
         "runs faster beside bob-1.0-a0",
         ran_s=90.5,
+        first_s=4.5,
         unsaved_s=0.5,
         reserved_bytes=2**31,
         periods={"gpm": 0.5, "utilisation": 0.51},

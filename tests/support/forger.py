@@ -329,6 +329,7 @@ class Forger:
                 self.one((0.0, 1.0)),
                 share=self.one((0.0, 0.5, 1.0)),
                 ran_s=self.seconds(),
+                first_s=self.seconds(),
                 unsaved_s=self.seconds(),
             ),
             samples=self.count(),
