@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, forecast, least_ratio
-from arbiter.core.policies.maxmin.policy import EXCUSED, Settings, needs_of, outlook_of
+from arbiter.core.policies.maxmin.policy import EXCUSED, Outlook, Settings, needs_of, outlook_of
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state.model import Leased
 from protocol.messages import GpuId, JobId, JobWish, TenantId
@@ -159,8 +159,8 @@ def test_gpus_go_in_parts_by_need_so_that_apps_end_near_the_time_when_they_are_d
 def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
     each = works((0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 100.0, 400.0), (0.0, 1.0, 50.0, 50.0))
     due = np.array([200.0, 100.0, -9.0, 100.0])
-    assert needs_of(each, due, ["kept"] * 4).tolist() == [1.0, 4.0, 256.0, 0.25]
-    assert needs_of(each, due, ["broken"] * 4).tolist() == [1.0, 4.0, 4.0, 0.25]
+    assert needs_of(each, due, ["kept"] * 4) == pytest.approx([2.0**0.5, 4.0, 4.0 * 8.0**1.5, 0.5**1.5])
+    assert needs_of(each, due, ["broken"] * 4) == pytest.approx([2.0**0.5, 4.0, 4.0, 0.5**1.5])
 
 
 def test_an_app_has_as_long_to_go_as_with_the_most_gpus_that_it_could_use_whatever_it_asks_for_now() -> None:
@@ -173,12 +173,35 @@ def test_an_app_has_as_long_to_go_as_with_the_most_gpus_that_it_could_use_whatev
     assert outlook_of(later(round_of(gpus_of(8), wrong), 1000.0)).works.left_s.tolist() == [250.0]
 
 
+def outlook_beside(worst: AppView) -> Outlook:
+    """The outlook of an app that could end soon, beside another one; on eight GPUs none is in the way of the other."""
+    well = app("well", left_s=100.0, alone_s=1000.0)
+    return outlook_of(later(round_of(gpus_of(8), worst, well), 1000.0))
+
+
+@pytest.mark.parametrize(("left_s", "ratio"), [(100.0, 0.05), (400.0, 0.6 * 0.3176), (1200.0, 0.6592), (9000.0, 1.0)])
+def test_apps_are_due_later_for_one_that_is_worse_off_whatever_is_done_but_by_their_fair_time(
+    left_s: float, ratio: float
+) -> None:
+    outlook = outlook_beside(app("worst", left_s=left_s, alone_s=1000.0))
+    works = outlook.works
+    assert outlook.ratio == pytest.approx(ratio, rel=1e-3)
+    assert outlook.due_s == pytest.approx((outlook.ratio * works.fair_s - works.age_s).tolist())
+
+
+def test_no_app_is_due_later_for_one_whose_word_cannot_be_taken() -> None:
+    lying = app("worst", left_s=9000.0, alone_s=1000.0, declared_gpu_s=100.0)
+    outlook = outlook_beside(lying)
+    assert outlook.words == ["broken", "kept"]
+    assert outlook.ratio == pytest.approx(0.05, rel=0.1)
+
+
 def test_the_reason_tells_the_need_and_where_it_comes_from() -> None:
     view = later(round_of(gpus_of(1), app("a", left_s=100.0, alone_s=100.0), job("b")), 1000.0)
     outlook = outlook_of(view)
     _, outcomes = decided(POLICY, view)
     due, fair = outlook.due_s[0], outlook.works.fair_s[0]
-    need = min(8.0, 100.0 / due) ** 2
+    need = min(8.0, 100.0 / due) ** 1.5
     assert outcomes["a"].reason == (
         f"number 1 by need for each GPU ({need:.3g}: it is due in {due:.4g} s, after {outlook.ratio:.3g} times its "
         f"fair time of {fair:.4g} s, and 100 s are left of it): gets 1 GPU"

@@ -741,7 +741,7 @@ def by_need(view: View) -> dict[str, int]:
         silent = app.left_gpu_s is None
         most = 1.0 if silent else 8.0
         haste = most if due <= left / most else left / due
-        need = outlook.works.left_gpu_s[at] / left * haste**2
+        need = outlook.works.left_gpu_s[at] / left * haste**1.5
         return silent and due > left, -need / (got[app.app] + app.gang), not holds
 
     return dealt(view, lambda app, got: (tenant_share(view, app, got) > 0, place(app, got)))

@@ -1,11 +1,13 @@
 """Max-min finish-time fairness: the greatest rho that any app will have is made as small as it can be.
 
 In each round r* is worked out, the least ratio at which a fluid schedule could end every app within r* times its fair
-time T_id (`fluid`). By then an app is due. Its *need* is the GPUs that it must have from now on to end when it is due,
-times the part of the time until then that it must run: of two apps that need as many GPUs, the one with less time to
-spare needs them more. GPUs go in parts to apps by their needs, gang by gang, so apps end near the time when they are
-due. An app that was served whole, before others, would end early; then fewer apps were beside the others, and these
-had a lesser T_id.
+time T_id (`fluid`). By then an app is due. Where an app will have a greater rho whatever is done, the others are due
+later, by `LEEWAY` times that rho, but for its sake not later than T_id, their fair share: so they can spare it GPUs.
+
+The *need* of an app is the GPUs that it must have from now on to end when it is due, times the square root of the part
+of the time until then that it must run: of two apps that need as many GPUs, the one with less time to spare needs them
+more. GPUs go in parts to apps by their needs, gang by gang, so apps end near the time when they are due. An app that
+was served whole, before others, would end early; then fewer apps were beside the others, and these had a lesser T_id.
 
 All leases end at the same times, so that a round then decides about all GPUs; no lease is taken back before. A gang
 that runs gives way only if the app would still be behind if it were due sooner, by `patience` times the measured cost
@@ -43,6 +45,8 @@ from arbiter.core.policies.maxmin.fluid import Figures, Works, forecast
 from arbiter.core.seam import Allocation, AppView, Clock, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
 
+#: The others are due by so much of the rho that the worst-off app cannot avoid.
+LEEWAY: Final = 0.6
 #: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
 #: Without a word that can be taken it is 1.
 HASTE_MAX: Final = 8.0
@@ -185,28 +189,35 @@ class Outlook(NamedTuple):
     """The outlook of the apps of a view, in their order."""
 
     works: Works
-    ratio: float  #: r*
-    due_s: Sequence[float]  #: seconds from now to r* times T_id; negative where that is over
+    ratio: float  #: of T_id, by which apps are due: r*, or more for the sake of one that is worse off
+    due_s: Sequence[float]  #: seconds from now until then; negative where that is over
     words: Sequence[Word]
 
 
 def outlook_of(view: View, settings: Settings = DEFAULTS) -> Outlook:
-    """Return r* of a round, and when each app is due."""
-    works, ratio, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
+    """Return when each app of a round is due."""
+    works, least, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
+    ratio = max(least, min(1.0, LEEWAY * _unavoidable(works, words)))
     due = ratio * works.fair_s - works.age_s
     return Outlook(works, ratio, due.tolist(), words)
+
+
+def _unavoidable(works: Works, words: Sequence[Word]) -> float:
+    """Return the greatest rho that an app will have whatever is done, of those whose word can be taken; 0: of none."""
+    rhos = ((works.age_s + works.left_s) / works.fair_s).tolist()
+    return max((rho for rho, word in zip(rhos, words, strict=True) if word == "kept"), default=0.0)
 
 
 def needs_of(works: Works, due: Figures, words: Sequence[Word]) -> Figures:
     """Return the needs of apps that are due in so many seconds: GPUs by how much of the time they must have them.
 
     An app with W GPU-seconds left, which take L seconds on all that it can use, needs W / d GPUs on average until it
-    is due in d seconds, and must run for the part L / d of the time. The need is the product of both. An app whose word
-    cannot be taken never needs more than the GPUs that it can use.
+    is due in d seconds, and must run for the part L / d of the time. The need is the first times the root of the other.
+    An app whose word cannot be taken never needs more than the GPUs that it can use.
     """
     most = np.array([HASTE_MAX if word == "kept" else 1.0 for word in words])
     haste = works.left_s / np.maximum(due, works.left_s / most)
-    needs: Figures = works.left_gpu_s / works.left_s * haste**2
+    needs: Figures = works.left_gpu_s / works.left_s * haste**1.5
     return needs
 
 
