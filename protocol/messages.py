@@ -516,7 +516,7 @@ class AppReport(Struct, frozen=True, tag=True):
     run: Token = ""
     site: SiteId = ""  #: as its app agent was last told by an arbiter
     basis: Basis = "measured"  #: the basis of its times
-    start_s: Seconds = 0.0  #: from a job's first GPUs until its first mini-batch, as its node measured; 0: unknown
+    start_s: Seconds = 0.0  #: from the start of a job until its first mini-batch, as its node measured; 0: unknown
     after: Annotated[tuple[AppId, ...], Meta(max_length=AFTER_MAX)] = ()  #: its owner's apps that must end before
     array: Count = 0  #: how many jobs its array has; 0: it is none
     array_over: Count = 0  #: of these, those that have ended

@@ -136,8 +136,8 @@ def observe(
     `held` are the app's GPUs by the same word, `acked` the newest report that the arbiter had handled when it spoke.
 
     The cost of a move is measured on the way: from the order to leave until word that the attempt is over, and from
-    when the next one has its GPUs until its first mini-batch, which its node measures. The time between, in which the
-    job waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
+    when the next one is started until its first mini-batch, which its node measures. The time between, in which the job
+    waits for GPUs, is no cost of moving it. Only moves of jobs that were told to leave count.
     """
     if not isinstance(job.state, Attempting):
         return job

@@ -147,10 +147,14 @@ def _give_back_gpus(
     useless = {held.lease for held in _free_gpus(app) if held.gpu not in held_back}
     hoping = any(isinstance(job.state, Waiting | Leaving | Suspended) for job in jobs_of(app, wanted))
     patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
-    state.useless_since = {lease: state.useless_since.get(lease, now) for lease in sorted(useless)}
+    useless_before, state.useless_since = (
+        state.useless_since,
+        {lease: state.useless_since.get(lease, now) for lease in sorted(useless)},
+    )
     given_back = {lease for lease, since in state.useless_since.items() if now >= since + patience_s}
-    came = any(held.lease in given_back and gpu not in ran_on for gpu, held in state.held.items())
-    if came and any(isinstance(job.state, Placed) and demand.growable(app, job) for job in jobs_of(app, wanted)):
+    came = {held.lease for gpu, held in state.held.items() if gpu not in ran_on} - useless_before.keys()
+    asked = any(isinstance(job.state, Placed) and demand.growable(app, job) for job in jobs_of(app, wanted))
+    if asked and not came.isdisjoint(given_back):
         state.content_until = now + min(CONTENT_S_MAX, state.lease_s / 4)
     hoped_for = [since for lease, since in state.useless_since.items() if lease not in given_back]
     state.patient_until = min(hoped_for) + patience_s if hoped_for else None

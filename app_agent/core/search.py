@@ -19,10 +19,8 @@ REMARKS_MAX = 10
 
 def advance(app: App, now: float) -> None:
     """Let the search decide; drop the jobs it goes on without; end the app when it has its answer or can have none."""
-    state, phase = app.state, app.state.search.phase
+    state = app.state
     state.search = app.scheduler.advance(state.search, app.facts.trials)
-    if state.search.phase != phase:
-        state.content_until = None  # its jobs may use more from now on
     following = state.seq + 1
     limit_s, survivors = state.spec.time_limit_s, set(state.search.survivors)
     state.jobs = tuple(

@@ -83,7 +83,7 @@ CELLS_MIN, ABOVE_MAX, GPU_MAX, JCT_MAX = 0.9, 1.05, 1.02, 1.05
 #: With which N_avg rho is measured: that of each run, as published; or that of the ideal fair share, for all policies.
 OWN, COMMON = "N_avg of the run", "N_avg of the fair share"
 
-Lie = Literal["", "left", "total", "cluster", "demand", "waiting", "lacking"]
+Lie = Literal["", "left", "longer", "total", "cluster", "demand", "waiting", "lacking"]
 #: Lies about the demand: more is asked for always, only while the app has no GPUs, or only while it has fewer than it
 #: can use. It gives back what it cannot use.
 DEMANDS = ("demand", "waiting", "lacking")
@@ -94,7 +94,8 @@ THEMIS = ("total", "demand")
 class Cell(Struct, frozen=True):
     """One run: a drawn workload, a cluster, a policy and its settings; of the apps, by number, those in `liars` lie.
 
-    A lie is `by` a part: 0.5 of what is left, or of the total, is not told. `past`: the finished apps of a liar's owner
+    A lie is `by` a part: 0.5 of what is left, or of the total, is not told; 3 times its run time left is told beyond it
+    (`longer`), and no more GPU time. `past`: the finished apps of a liar's owner
     are known to have taken so many times what they declared. `exact`: apps know their work, and estimate nothing.
     Under `setting` "published" all but kind, policy, seed and contention is as `benchmarks.papers.themis` has it.
     """
@@ -155,7 +156,7 @@ FULL = Plan(
     seeds=(3, 4, 5, 6, 7),
     apps=12,
     scale=0.1,
-    lies=(("left", 0.5, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("cluster", 0.5, 1.0),
+    lies=(("left", 0.5, 1.0), ("longer", 3.0, 1.0), ("total", 0.6, 1.0), ("total", 0.6, 2.5), ("cluster", 0.5, 1.0),
         ("demand", 1.0, 1.0), ("waiting", 1.0, 1.0), ("lacking", 1.0, 1.0)),
     lying_seeds=(3, 4, 5, 6, 7, 8, 9, 10, 11, 12),
     lying_apps=12,
@@ -274,6 +275,8 @@ def telling(lie: Lie, by: float) -> Change:
                 return message
         if lie == "left":
             return _shorter(message, 1.0 - by)
+        if lie == "longer":
+            return message if message.left_s is None else replace(message, left_s=message.left_s * (1.0 + by))
         if lie == "cluster":
             return replace(message, ideal_s=message.ideal_s * (1.0 - by))
         if lie == "total" and message.left_gpu_s:

@@ -78,6 +78,7 @@ def _facts_of(note: WorkerNote) -> Facts:
         arena_asked=note.arena_bytes,
         parked_bytes=note.parked_bytes,
         cost=note.cost,
+        first_missed=note.hello and not note.cost.first_s,
         verdict=note.verdict,
     )
 

@@ -191,6 +191,7 @@ class Facts(Struct, frozen=True):
     suspend_s: float = 0.0
     resume_s: float = 0.0
     cost: Cost = Cost()
+    first_missed: bool = False  #: an earlier node agent may have seen its first mini-batch, and did not note when
     on_gpu: bool = False  #: a process of it was seen to use a GPU, as the driver needs it
     mps: bool = False  #: it is a client of MPS, for as long as it lives
     quiet_s: float | None = None  #: for how long nothing was typed or shown in its terminal; None: it has none

@@ -151,7 +151,7 @@ class NodeState:
         """Count the time until the first mini-batch of a task, which was made so many seconds ago."""
         task = self.tasks[task_id]
         cost = task.facts.cost.begun(task.age_s(self.now), since_first_s)
-        if cost is not task.facts.cost:
+        if cost is not task.facts.cost and not task.facts.first_missed:
             self.learn(task_id, cost=cost)
 
     def count_saved(self, task_id: TaskId, before: int) -> None:

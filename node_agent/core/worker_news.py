@@ -230,7 +230,7 @@ def _progress(node: NodeState, task: Task, line: Progress) -> None:
     newest = max((told.step for told in task.ranks.news.values()), default=line.step)
     node.sharing.progressed(task, newest, node.now)
     if line.step > line.start_step:
-        # The first word of it can come late, after a restart of the node agent.
+        # Word of the first one can come with that of some more.
         node.count_first(task.id, (line.step - line.start_step - 1) * line.step_s)
         node.health.progressed(task.job, task.gpus, line.step, node.now)
     if told != known and node.figures_at is None:

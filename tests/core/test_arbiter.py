@@ -447,21 +447,6 @@ def test_what_an_app_was_promised_and_has_no_use_for_does_not_stand_for_what_it_
     assert seen(1) == ((), 1)
 
 
-@pytest.mark.parametrize(("sizes", "hears"), [((1, 2), 1), ((), 0)])
-def test_an_elastic_app_hears_at_once_that_a_job_has_begun_for_it_may_grow_then(
-    sizes: tuple[int, ...], hears: int
-) -> None:
-    site = Site()
-    site.node("n1", 2)
-    site.play_round(site.app("ana-1", sizes=sizes) + site.wait(0))
-    (gpu,) = site.held("ana-1")
-    site.app("ana-1", jobs=[wish("ana-1", 0, [gpu])], sizes=sizes)
-    site.node("n1", tasks=[task("ana-1", 0, [gpu], start_step=7, step=7)], used=[gpu])
-    begun = site.node("n1", tasks=[task("ana-1", 0, [gpu], start_step=7, step=8)], used=[gpu])
-    assert len(sent(begun, Holdings)) == hears
-    assert not sent(site.node("n1", tasks=[task("ana-1", 0, [gpu], start_step=7, step=9)], used=[gpu]), Holdings)
-
-
 def test_an_app_waits_for_nodes_before_it_is_judged() -> None:
     site = Site()
     site.app("ana-1", gang=4, demand=4)

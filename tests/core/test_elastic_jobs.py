@@ -84,15 +84,17 @@ def test_a_job_does_not_grow_onto_another_node() -> None:
     assert bench.report.releases == ("L-n2g0", "L-n2g1")
 
 
-def test_a_job_that_had_no_use_for_more_gpus_asks_for_more_only_after_a_while() -> None:
+@pytest.mark.parametrize(("lease_s", "after_s"), [(600.0, 150.0), (100.0, 25.0), (86400.0, 150.0)])
+def test_a_job_that_had_no_use_for_more_gpus_asks_for_more_only_after_a_while(lease_s: float, after_s: float) -> None:
     bench = running("n1g0 n1g1")
+    bench.agent.state.lease_s = lease_s
     assert bench.report.demand_max == 4
     bench.grant("n2g0 n2g1")
     assert (bench.report.releases, bench.report.demand_max) == (("L-n2g0", "L-n2g1"), 2)
-    asks_at = bench.now + bench.agent.state.lease_s / 4
-    bench.now = asks_at - 1.0
-    bench.holdings("n1g0 n1g1", status(TASK, "n1g0 n1g1", step=110, start_step=-1, step_s=1.0))
-    assert bench.report.demand_max == 2, "the same GPUs would come again, and go back again"
+    asks_at = bench.now + after_s
+    while bench.now < asks_at - 1.0:
+        bench.tick(after_s=1.0)
+        assert bench.report.demand_max == 2, "the same GPUs would come again, and go back again"
     assert bench.agent.deadline() == asks_at
     bench.tick(after_s=1.0)
     assert bench.report.demand_max == 4
@@ -282,6 +284,28 @@ def test_a_move_costs_no_more_if_word_of_its_first_mini_batch_comes_late() -> No
     assert bench.report.move_s == 7.0
 
 
+def test_a_later_attempt_tells_nothing_of_the_first_start() -> None:
+    bench = Bench()
+    bench.grant("n1g0")
+    bench.holdings("n1g0", exited(TASK, "n1g0", "failed", step=-1))
+    bench.holdings("n1g0", status("ada-1.0-a1", "n1g0", step=20, measured=Measured(ran_s=20.0, first_s=5.0)))
+    bench.tick()
+    assert (bench.wished(), bench.report.start_s) == ((1, "n1g0"), 0.0)
+
+
+def test_a_part_of_a_gang_that_goes_back_after_its_wait_silences_no_other_job() -> None:
+    bench = Bench(gang=2, sizes=(2, 4), steps_total=1000, trials=(("python", "a.py"), ("python", "b.py")))
+    bench.grant("n1g0 n1g1 n2g0 n2g1")
+    first, second = "ada-1.0-a0", "ada-1.1-a0"
+    runs = status(first, "n1g0 n1g1", step=99, step_s=1.0)
+    bench.holdings("n1g0 n1g1 n2g0 n2g1", runs, status(second, "n2g0 n2g1", step=99, step_s=1.0))
+    bench.preempt("n2g1")
+    bench.holdings("n1g0 n1g1 n2g0", runs, exited(second, "n2g0 n2g1", "preempted", step=101), leaving="n2g1")
+    assert (bench.report.releases, bench.report.demand_max) == ((), 8)
+    bench.tick(after_s=151.0)
+    assert (bench.report.releases, bench.report.demand_max) == (("L-n2g0",), 8)
+
+
 def test_a_start_costs_what_its_node_has_measured_and_that_counts_once() -> None:
     bench = Bench()
     bench.grant("n1g0")
@@ -294,8 +318,8 @@ def test_a_start_costs_what_its_node_has_measured_and_that_counts_once() -> None
     assert bench.report.start_s == 5.0
 
 
-@pytest.mark.parametrize(("others", "start_s"), [((3.0, 8.0), 8.0), ((3.0, 0.0), 0.0)])
-def test_a_job_on_several_nodes_has_begun_when_all_its_parts_have(others: tuple[float, float], start_s: float) -> None:
+@pytest.mark.parametrize(("others", "start_s"), [((3.0, 8.0), 8.0), ((3.0, 0.0), 0.0), ((3.0,), 0.0)])
+def test_a_job_on_several_nodes_has_begun_when_all_its_parts_have(others: tuple[float, ...], start_s: float) -> None:
     bench = Bench(gang=2, spans=True)
     bench.grant("n1g0 n2g0")
     parts = [

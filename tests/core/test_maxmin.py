@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arbiter.core.policies.maxmin.fluid import PRECISION, Works, can_be_met, due_s, forecast, least_ratio
-from arbiter.core.policies.maxmin.policy import EXCUSED, Outlook, Settings, needs_of, outlook_of
+from arbiter.core.policies.maxmin.policy import EXCUSED, Settings, needs_of, outlook_of
 from arbiter.core.seam import AppView, GpuView, View
 from arbiter.core.state.model import Leased
 from protocol.messages import GpuId, JobId, JobWish, TenantId
@@ -163,37 +163,15 @@ def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
     assert needs_of(each, due, ["broken"] * 4) == pytest.approx([2.0**0.5, 4.0, 4.0, 0.5**1.5])
 
 
-def test_an_app_has_as_long_to_go_as_with_the_most_gpus_that_it_could_use_whatever_it_asks_for_now() -> None:
-    # A search that asks for one GPU while the last job of a phase runs, and has had eight jobs side by side.
-    tail = replace(app("tail", left_s=300.0, alone_s=900.0), left_gpu_s=2000.0, demand_max=1, demand_held=8)
-    works = outlook_of(later(round_of(gpus_of(8), tail), 1000.0)).works
-    assert works.left_s.tolist() == [300.0]
-    assert works.left_gpu_s.tolist() == [2000.0]
-    wrong = replace(tail, left_s=200.0)
-    assert outlook_of(later(round_of(gpus_of(8), wrong), 1000.0)).works.left_s.tolist() == [250.0]
-
-
-def outlook_beside(worst: AppView) -> Outlook:
-    """The outlook of an app that could end soon, beside another one; on eight GPUs none is in the way of the other."""
-    well = app("well", left_s=100.0, alone_s=1000.0)
-    return outlook_of(later(round_of(gpus_of(8), worst, well), 1000.0))
-
-
-@pytest.mark.parametrize(("left_s", "ratio"), [(100.0, 0.05), (400.0, 0.6 * 0.3176), (1200.0, 0.6592), (9000.0, 1.0)])
-def test_apps_are_due_later_for_one_that_is_worse_off_whatever_is_done_but_by_their_fair_time(
-    left_s: float, ratio: float
+@pytest.mark.parametrize("left_s", [200.0, 250.0, 4000.0])
+def test_an_app_has_as_long_to_go_as_with_the_gpus_of_its_best_time_whatever_it_says_and_asks_for_now(
+    left_s: float,
 ) -> None:
-    outlook = outlook_beside(app("worst", left_s=left_s, alone_s=1000.0))
-    works = outlook.works
-    assert outlook.ratio == pytest.approx(ratio, rel=1e-3)
-    assert outlook.due_s == pytest.approx((outlook.ratio * works.fair_s - works.age_s).tolist())
-
-
-def test_no_app_is_due_later_for_one_whose_word_cannot_be_taken() -> None:
-    lying = app("worst", left_s=9000.0, alone_s=1000.0, declared_gpu_s=100.0)
-    outlook = outlook_beside(lying)
-    assert outlook.words == ["broken", "kept"]
-    assert outlook.ratio == pytest.approx(0.05, rel=0.1)
+    # A search that asks for one GPU while the last job of a phase runs, and has had eight jobs side by side.
+    tail = replace(app("tail", left_s=left_s, alone_s=900.0), left_gpu_s=2000.0, demand_max=1, demand_held=8)
+    works = outlook_of(later(round_of(gpus_of(8), tail), 1000.0)).works
+    assert works.left_s.tolist() == [250.0]
+    assert works.left_gpu_s.tolist() == [2000.0]
 
 
 def test_the_reason_tells_the_need_and_where_it_comes_from() -> None:
@@ -337,10 +315,10 @@ def test_what_is_left_is_what_the_view_says(figures: list[tuple[int | None, int,
     view = replace(view_of(gpus_of(4), apps), now=10.0)
     found = outlook_of(view).works
     for each, age_s, left_s, left_gpu_s in zip(view.apps, found.age_s, found.left_s, found.left_gpu_s, strict=True):
-        told_s, told_gpu_s = view.left_s(each), view.left_gpu_s(each)
+        told_gpu_s = view.left_gpu_s(each)
         guess = max(view.served_gpu_s(each), view.lease_s)
         assert left_gpu_s == pytest.approx(max(1.0, guess if told_gpu_s is None else told_gpu_s))
-        assert left_s == pytest.approx(max(left_gpu_s / each.demand_max, told_s or 0.0))
+        assert left_s == pytest.approx(left_gpu_s / each.demand_max)
         assert age_s == view.elapsed_s(each)
 
 

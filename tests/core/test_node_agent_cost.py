@@ -128,6 +128,19 @@ def test_a_new_node_agent_knows_how_long_the_first_mini_batch_took() -> None:
     assert first_s(again) == pytest.approx(30.0)
 
 
+def test_a_new_node_agent_measures_no_first_mini_batch_that_may_have_been_made_before_it() -> None:
+    bench = Bench()
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    note = [each for each in bench.worker(A, hello(A)) if isinstance(each, NoteWorker)][-1].note
+    again = Bench(fresh=True)
+    again.adopt(replace(AdoptedWorker(TaskId(A), AppId("ada-1"), JobId("ada-1.0"), 0, (gpu(0),), note), lived_s=900.0))
+    again.measure()
+    again.worker(A, hello(A, step=900))
+    again.worker(A, progress(910))
+    assert first_s(again) == 0.0
+
+
 def test_who_finishes_loses_nothing() -> None:
     bench = Bench()
     bench.run(A, 0)

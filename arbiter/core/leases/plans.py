@@ -578,7 +578,7 @@ def holdings_news(app: model.App, holdings: Holdings, *, lost: Collection[LeaseI
     for (job_id, _), each in parts.items():
         if all(part.phase == "exited" for part in each):
             ended += map(_end_of, each)
-        elif news := _news_of_attempt(each, parked=job_id in parked, grows=app.elastic):
+        elif news := _news_of_attempt(each, parked=job_id in parked):
             attempts.append(news)
     leases = [term.lease for term in holdings.leases if not term.leaving or term.lease in lost]
     body = _HoldingsBody(tuple(sorted(leases)), tuple(attempts), app.owed, holdings.held_by, holdings.probes)
@@ -593,12 +593,11 @@ _ON_THE_WAY: tuple[TaskPhase, ...] = ("stopping", "vacating", "suspending")
 _PHASES: tuple[TaskPhase, ...] = (*_ON_THE_WAY, "starting", "resuming", "running", "resting", "suspended")
 
 
-def _news_of_attempt(parts: Sequence[TaskStatus], *, parked: bool, grows: bool) -> tuple[object, ...]:
+def _news_of_attempt(parts: Sequence[TaskStatus], *, parked: bool) -> tuple[object, ...]:
     """Return what an app must hear at once of an attempt that is not over, whose parts may be on several nodes.
 
     It is told one phase for all, as it takes the parts together. That they start is no news: it has just wished so.
     Neither is that one leaves, unless the app takes the job for `parked`: it hears when all have left, or of a failure.
-    That it has begun is news for a job that `grows`: then its app may ask for more GPUs.
     """
     living = {part.phase for part in parts if part.phase != "exited"}
     if not parked:
@@ -610,8 +609,7 @@ def _news_of_attempt(parts: Sequence[TaskStatus], *, parked: bool, grows: bool) 
     if phase == "starting" and not failed:
         return ()
     figures = tuple((part.task, part.metrics, part.gpus, part.other_gpus) for part in parts)
-    begun = grows and all(map(model.has_begun, parts))
-    return phase, failed, figures, all(part.can_checkpoint for part in parts), begun
+    return phase, failed, figures, all(part.can_checkpoint for part in parts)
 
 
 def _end_of(part: TaskStatus) -> str:

@@ -192,7 +192,7 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
         turn.state.tasks[task.id] = task
         turn.index.mark(task)
         _note_manners(turn, task)
-        if known is None or _news_of(turn, known) != _news_of(turn, task):
+        if known is None or _news_of(known) != _news_of(task):
             turn.index.bind_task(task)
             turn.nodes.add(node.id)
             _tell_phase(turn, known, task)
@@ -292,16 +292,11 @@ def _note_saved(turn: Turn, task: model.Task) -> None:
         turn.state.apps[app.id] = replace(app, saved=saved)
 
 
-def _news_of(turn: Turn, task: model.Task) -> tuple[object, ...]:
-    """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat.
-
-    Only once a job has made a mini-batch it asks for more GPUs.
-    """
-    app = turn.state.apps.get(task.app)
-    begun = app is not None and app.elastic and model.has_begun(task)
+def _news_of(task: model.Task) -> tuple[object, ...]:
+    """Return what of a task its app must hear at once, or what another may wait for; steps can wait for the beat."""
     stop = (task.stop_at, task.will_stop)
     gpus = (task.gpus, task.other_gpus)
-    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, gpus, stop, begun)
+    return (task.phase, task.outcome, task.can_checkpoint, task.metrics, task.unflushed, gpus, stop)
 
 
 def _tell_phase(turn: Turn, known: model.Task | None, task: model.Task) -> None:

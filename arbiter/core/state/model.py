@@ -38,7 +38,6 @@ from protocol.messages import (
     StepSource,
     TaskId,
     TaskPhase,
-    TaskStatus,
     TenantId,
     device_of,
 )
@@ -728,11 +727,6 @@ class State(Struct):
 def suits(app: App, gpu: Gpu) -> bool:
     """Whether a GPU is of the kind that an app's user asked for."""
     return gpu_kinds.suits(app.requirements, gpu.model, gpu.memory_bytes)
-
-
-def has_begun(task: Task | TaskStatus) -> bool:
-    """Whether a task has made a mini-batch since it was started."""
-    return task.step > task.start_step
 
 
 def usable(state: State, gpu: Gpu) -> bool:

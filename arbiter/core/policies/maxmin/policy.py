@@ -1,20 +1,21 @@
 """Max-min finish-time fairness: the greatest rho that any app will have is made as small as it can be.
 
 In each round r* is worked out, the least ratio at which a fluid schedule could end every app within r* times its fair
-time T_id (`fluid`). By then an app is due. Where an app will have a greater rho whatever is done, the others are due
-later, by `LEEWAY` times that rho, but for its sake not later than T_id, their fair share: so they can spare it GPUs.
-
-The *need* of an app is the GPUs that it must have from now on to end when it is due, times the square root of the part
-of the time until then that it must run: of two apps that need as many GPUs, the one with less time to spare needs them
-more. GPUs go in parts to apps by their needs, gang by gang, so apps end near the time when they are due. An app that
-was served whole, before others, would end early; then fewer apps were beside the others, and these had a lesser T_id.
+time T_id (`fluid`). By then an app is due. Its *need* is the GPUs that it must have from now on to end when it is due,
+times the square root of the part of the time until then that it must run: of two apps that need as many GPUs, the one
+with less time to spare needs them more. GPUs go in parts to apps by their needs, gang by gang, so apps end near the
+time when they are due. An app that was served whole, before others, would end early; then fewer apps were beside the
+others, and these had a lesser T_id.
 
 All leases end at the same times, so that a round then decides about all GPUs; no lease is taken back before. A gang
 that runs gives way only if the app would still be behind if it were due sooner, by `patience` times the measured cost
 of moving it.
 
-The rule asks apps for no rho and no bid. It goes by the run time and the GPU time that they have left, as they report
-them. An app that reports none is taken to have as much left as it has had, one lease on its gang at least. It waits for
+The rule asks apps for no rho and no bid. It goes by the GPU time that they have left, as they report it. The run time
+left is that on the GPUs that the app asked for when its jobs had the most. Some will run for longer, as the last trial
+of a search does. But no node can measure that, and an app that told more than is true was served sooner.
+
+An app that reports no time is taken to have as much left as it has had, one lease on its gang at least. It waits for
 the apps that do report until it could no more end when it is due. So does an app that takes `excess` times the GPU time
 that it declared (`declarations`); its T_cluster counts as many times longer. Where the owner's finished apps have taken
 more than `excess` times what they declared, a new app of that owner is taken to do so, too. An app that asks for more
@@ -45,8 +46,6 @@ from arbiter.core.policies.maxmin.fluid import Figures, Works, forecast
 from arbiter.core.seam import Allocation, AppView, Clock, PolicySettings, Traits, View, require
 from protocol.messages import AppId, Bid
 
-#: The others are due by so much of the rho that the worst-off app cannot avoid.
-LEEWAY: Final = 0.6
 #: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
 #: Without a word that can be taken it is 1.
 HASTE_MAX: Final = 8.0
@@ -189,23 +188,16 @@ class Outlook(NamedTuple):
     """The outlook of the apps of a view, in their order."""
 
     works: Works
-    ratio: float  #: of T_id, by which apps are due: r*, or more for the sake of one that is worse off
-    due_s: Sequence[float]  #: seconds from now until then; negative where that is over
+    ratio: float  #: r*
+    due_s: Sequence[float]  #: seconds from now to r* times T_id; negative where that is over
     words: Sequence[Word]
 
 
 def outlook_of(view: View, settings: Settings = DEFAULTS) -> Outlook:
-    """Return when each app of a round is due."""
-    works, least, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
-    ratio = max(least, min(1.0, LEEWAY * _unavoidable(works, words)))
+    """Return r* of a round, and when each app is due."""
+    works, ratio, words = _works(view, _figures(view), max(1, view.cluster_gpus), settings)
     due = ratio * works.fair_s - works.age_s
     return Outlook(works, ratio, due.tolist(), words)
-
-
-def _unavoidable(works: Works, words: Sequence[Word]) -> float:
-    """Return the greatest rho that an app will have whatever is done, of those whose word can be taken; 0: of none."""
-    rhos = ((works.age_s + works.left_s) / works.fair_s).tolist()
-    return max((rho for rho, word in zip(rhos, words, strict=True) if word == "kept"), default=0.0)
 
 
 def needs_of(works: Works, due: Figures, words: Sequence[Word]) -> Figures:
@@ -227,7 +219,6 @@ class _Told(NamedTuple):
     arrived_at: Figures
     apps_integral: Figures
     alone_s: Figures
-    left_s: Figures
     left_gpu_s: Figures
     left_at: Figures
     served_gpu_s: Figures
@@ -274,8 +265,7 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
     left_gpu_s = np.maximum(left, usual - had)
     total = had + left_gpu_s
-    least_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
-    left_s = np.maximum(left_gpu_s / width, np.nan_to_num(least_s) * (left_gpu_s / left))
+    left_s = left_gpu_s / width
     # What an app tells of T_cluster could be too short all by itself, unlike its declaration.
     declared_s = told.declared_gpu_s / np.clip(told.demand_held, 1.0, gpus)
     by_word = (told.declared_gpu_s <= 0.0) | ((settings.cluster_time == "told") & (told.alone_s > 0.0))
