@@ -16,7 +16,7 @@ about what is left, or about its total, of which it takes more than it declared;
 past, and once as one whose owner's earlier apps have all lied alike; about T_cluster alone; or about the GPUs that it
 can use. Several of the apps may lie.
 
-The settings of `maxmin-ftf` were chosen on seeds 0, 1 and 2; seeds from 3 on judge. Costs are
+The settings of `maxmin-ftf` were chosen on seeds 0, 1, 2 and 100 to 111; seeds 3 to 99 judge. Costs are
 `simulator.costs.DEFAULT`.
 `--keep` notes every run in a file and takes from it those that are done, so that a long evaluation can be cut off and
 resumed with the same code. `--seeds 3,4` takes these seeds.

@@ -163,14 +163,14 @@ def test_needs_are_gpus_by_how_much_of_the_time_an_app_must_have_them() -> None:
     assert needs_of(each, due, ["broken"] * 4) == pytest.approx([2.0**0.5, 4.0, 4.0, 0.5**1.5])
 
 
-@pytest.mark.parametrize("left_s", [200.0, 250.0, 4000.0])
-def test_an_app_has_as_long_to_go_as_with_the_gpus_of_its_best_time_whatever_it_says_and_asks_for_now(
-    left_s: float,
+@pytest.mark.parametrize(("told_s", "left_s"), [(200.0, 250.0), (300.0, 300.0), (501.0, 500.0), (4000.0, 500.0)])
+def test_an_app_has_as_long_to_go_as_with_the_gpus_of_its_best_time_and_up_to_twice_that_if_it_says_so(
+    told_s: float, left_s: float
 ) -> None:
     # A search that asks for one GPU while the last job of a phase runs, and has had eight jobs side by side.
-    tail = replace(app("tail", left_s=left_s, alone_s=900.0), left_gpu_s=2000.0, demand_max=1, demand_held=8)
+    tail = replace(app("tail", left_s=told_s, alone_s=900.0), left_gpu_s=2000.0, demand_max=1, demand_held=8)
     works = outlook_of(later(round_of(gpus_of(8), tail), 1000.0)).works
-    assert works.left_s.tolist() == [250.0]
+    assert works.left_s.tolist() == [left_s]
     assert works.left_gpu_s.tolist() == [2000.0]
 
 
@@ -315,10 +315,11 @@ def test_what_is_left_is_what_the_view_says(figures: list[tuple[int | None, int,
     view = replace(view_of(gpus_of(4), apps), now=10.0)
     found = outlook_of(view).works
     for each, age_s, left_s, left_gpu_s in zip(view.apps, found.age_s, found.left_s, found.left_gpu_s, strict=True):
-        told_gpu_s = view.left_gpu_s(each)
+        told_s, told_gpu_s = view.left_s(each), view.left_gpu_s(each)
         guess = max(view.served_gpu_s(each), view.lease_s)
         assert left_gpu_s == pytest.approx(max(1.0, guess if told_gpu_s is None else told_gpu_s))
-        assert left_s == pytest.approx(left_gpu_s / each.demand_max)
+        busy_s = left_gpu_s / each.demand_max
+        assert left_s == pytest.approx(min(2.0 * busy_s, max(busy_s, told_s or 0.0)))
         assert age_s == view.elapsed_s(each)
 
 

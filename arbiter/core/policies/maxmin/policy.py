@@ -11,9 +11,9 @@ All leases end at the same times, so that a round then decides about all GPUs; n
 that runs gives way only if the app would still be behind if it were due sooner, by `patience` times the measured cost
 of moving it.
 
-The rule asks apps for no rho and no bid. It goes by the GPU time that they have left, as they report it. The run time
-left is that on the GPUs that the app asked for when its jobs had the most. Some will run for longer, as the last trial
-of a search does. But no node can measure that, and an app that told more than is true was served sooner.
+The rule asks apps for no rho and no bid. It goes by the run time and the GPU time that they have left, as they report
+them. No node can measure the run time, and an app that tells a longer one is served sooner. So it counts for `LONGEST`
+times the GPU time left on the GPUs that the app asked for when its jobs had the most, at most.
 
 An app that reports no time is taken to have as much left as it has had, one lease on its gang at least. It waits for
 the apps that do report until it could no more end when it is due. So does an app that takes `excess` times the GPU time
@@ -50,7 +50,9 @@ from protocol.messages import AppId, Bid
 #: Without a word that can be taken it is 1.
 HASTE_MAX: Final = 8.0
 #: An app may show so many times the work that it declared before it is due later: starts count as work, too.
-EXCUSED: Final = 1.25
+EXCUSED: Final = 1.1
+#: The run time left of an app counts for so many times what its work takes if its GPUs never idle, at most.
+LONGEST: Final = 2.0
 #: The least run time that counts, seconds: an app that reports none left is not over yet.
 LEFT_MIN_S: Final = 1.0
 
@@ -219,6 +221,7 @@ class _Told(NamedTuple):
     arrived_at: Figures
     apps_integral: Figures
     alone_s: Figures
+    left_s: Figures
     left_gpu_s: Figures
     left_at: Figures
     served_gpu_s: Figures
@@ -265,7 +268,9 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
     left_gpu_s = np.maximum(left, usual - had)
     total = had + left_gpu_s
-    left_s = left_gpu_s / width
+    told_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
+    busy_s = left_gpu_s / width
+    left_s = np.clip(np.nan_to_num(told_s) * (left_gpu_s / left), busy_s, LONGEST * busy_s)
     # What an app tells of T_cluster could be too short all by itself, unlike its declaration.
     declared_s = told.declared_gpu_s / np.clip(told.demand_held, 1.0, gpus)
     by_word = (told.declared_gpu_s <= 0.0) | ((settings.cluster_time == "told") & (told.alone_s > 0.0))
