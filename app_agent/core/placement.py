@@ -147,10 +147,8 @@ def _give_back_gpus(
     useless = {held.lease for held in _free_gpus(app) if held.gpu not in held_back}
     hoping = any(isinstance(job.state, Waiting | Leaving | Suspended) for job in jobs_of(app, wanted))
     patience_s = max(GANG_PATIENCE_S, state.lease_s / 4) if hoping and state.spec.gang > 1 else 0.0
-    useless_before, state.useless_since = (
-        state.useless_since,
-        {lease: state.useless_since.get(lease, now) for lease in sorted(useless)},
-    )
+    useless_before = state.useless_since
+    state.useless_since = {lease: useless_before.get(lease, now) for lease in sorted(useless)}
     given_back = {lease for lease, since in state.useless_since.items() if now >= since + patience_s}
     came = {held.lease for gpu, held in state.held.items() if gpu not in ran_on} - useless_before.keys()
     asked = any(isinstance(job.state, Placed) and demand.growable(app, job) for job in jobs_of(app, wanted))

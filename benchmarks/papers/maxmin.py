@@ -12,9 +12,9 @@ know their work and tell the truth; and *harder*, of larger gangs and shorter jo
 *knowing*: the same cells where apps know their work exactly (`simulator.foreknowledge`), `maxmin-ftf` beside itself and
 `themis` where they report what they estimate; and the course of the app with the greatest rho.
 *lying*: how much sooner a liar is done than if it had told the truth, all else being equal. It lies in its reports:
-about what is left, or about its total, of which it takes more than it declared; once as an app of an owner without a
-past, and once as one whose owner's earlier apps have all lied alike; about T_cluster alone; or about the GPUs that it
-can use. Several of the apps may lie.
+about what is left, about the run time of it alone, or about its total, of which it takes more than it declared; once
+as an app of an owner without a past, and once as one whose owner's earlier apps have all lied alike; about T_cluster
+alone; or about the GPUs that it can use. Several of the apps may lie.
 
 The settings of `maxmin-ftf` were chosen on seeds 0, 1, 2 and 100 to 111; seeds 3 to 99 judge. Costs are
 `simulator.costs.DEFAULT`.
@@ -94,9 +94,9 @@ THEMIS = ("total", "demand")
 class Cell(Struct, frozen=True):
     """One run: a drawn workload, a cluster, a policy and its settings; of the apps, by number, those in `liars` lie.
 
-    A lie is `by` a part: 0.5 of what is left, or of the total, is not told; 3 times its run time left is told beyond it
-    (`longer`), and no more GPU time. `past`: the finished apps of a liar's owner
-    are known to have taken so many times what they declared. `exact`: apps know their work, and estimate nothing.
+    A lie is `by` a part: 0.5 of what is left, or of the total, is not told; or 3 times the run time left is told beyond
+    what is true, and the GPU time as it is (`longer`). `past`: the finished apps of a liar's owner are known to have
+    taken so many times what they declared. `exact`: apps know their work, and estimate nothing.
     Under `setting` "published" all but kind, policy, seed and contention is as `benchmarks.papers.themis` has it.
     """
 

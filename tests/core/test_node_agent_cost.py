@@ -71,6 +71,14 @@ def test_time_in_which_it_is_parked_does_not_count() -> None:
     assert cost(bench) == pytest.approx((25.0, 25.0))
 
 
+def launched() -> Bench:
+    """A node whose worker has a process, and has not said a word yet."""
+    bench = Bench()
+    bench.plan(task_order(A, 0))
+    bench.say(WorkerStarted(TaskId(A), 100))
+    return bench
+
+
 def first_s(bench: Bench, task: str = A) -> float:
     """Return how long the task had had its GPUs when it made its first mini-batch, as the node measured it."""
     bench.say(Tick())
@@ -79,9 +87,7 @@ def first_s(bench: Bench, task: str = A) -> float:
 
 @pytest.mark.parametrize("start_step", [-1, 50])
 def test_the_time_until_the_first_mini_batch_counts_once_and_without_the_ones_after_it(start_step: int) -> None:
-    bench = Bench()
-    bench.plan(task_order(A, 0))
-    bench.say(WorkerStarted(TaskId(A), 100))
+    bench = launched()
     bench.wait(10.0)
     bench.worker(A, hello(A))
     bench.wait(7.0)
@@ -96,9 +102,7 @@ def test_the_time_until_the_first_mini_batch_counts_once_and_without_the_ones_af
 
 
 def test_the_time_until_the_first_mini_batch_leaves_out_what_a_job_was_parked_before_it() -> None:
-    bench = Bench()
-    bench.plan(task_order(A, 0))
-    bench.say(WorkerStarted(TaskId(A), 100))
+    bench = launched()
     bench.worker(A, hello(A))
     bench.worker(A, progress(-1))
     bench.wait(20.0)
@@ -113,9 +117,7 @@ def test_the_time_until_the_first_mini_batch_leaves_out_what_a_job_was_parked_be
 
 
 def test_a_new_node_agent_knows_how_long_the_first_mini_batch_took() -> None:
-    bench = Bench()
-    bench.plan(task_order(A, 0))
-    bench.say(WorkerStarted(TaskId(A), 100))
+    bench = launched()
     bench.worker(A, hello(A))
     bench.wait(30.0)
     told = bench.worker(A, progress(0))
@@ -129,9 +131,7 @@ def test_a_new_node_agent_knows_how_long_the_first_mini_batch_took() -> None:
 
 
 def test_a_new_node_agent_measures_no_first_mini_batch_that_may_have_been_made_before_it() -> None:
-    bench = Bench()
-    bench.plan(task_order(A, 0))
-    bench.say(WorkerStarted(TaskId(A), 100))
+    bench = launched()
     note = [each for each in bench.worker(A, hello(A)) if isinstance(each, NoteWorker)][-1].note
     again = Bench(fresh=True)
     again.adopt(replace(AdoptedWorker(TaskId(A), AppId("ada-1"), JobId("ada-1.0"), 0, (gpu(0),), note), lived_s=900.0))

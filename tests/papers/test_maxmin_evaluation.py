@@ -38,6 +38,12 @@ def test_who_lies_about_what_is_left_tells_a_part_of_it() -> None:
     assert lied("left", 0.5, REPORT, LATER) == [(50.0, 200.0, 50.0), (12.5, 50.0, 50.0)]
 
 
+def test_an_app_that_lies_about_its_run_time_alone_tells_a_longer_one_and_its_true_gpu_time() -> None:
+    assert lied("longer", 3.0, REPORT, LATER) == [(400.0, 400.0, 50.0), (100.0, 100.0, 50.0)]
+    untold = replace(REPORT, left_s=None, left_gpu_s=None)
+    assert lied("longer", 3.0, untold) == [(None, None, 50.0)]
+
+
 def test_who_lies_about_its_total_leaves_the_same_untold_to_the_end() -> None:
     assert lied("total", 0.5, REPORT, LATER) == [(50.0, 200.0, 25.0), (0.25, 1.0, 25.0)]
 
