@@ -998,6 +998,7 @@ def _spent(standing: Standing) -> dict[str, float]:
         "gpu_seconds": standing.allocated_gpu_s,
         "draining_gpu_seconds": standing.draining_gpu_s,
         "lost_gpu_seconds": standing.lost_gpu_s,
+        "starting_gpu_seconds": standing.starting_gpu_s,
         "parked_gpu_seconds": standing.parked_gpu_s,
     }
 

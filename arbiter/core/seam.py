@@ -186,6 +186,7 @@ class AppView(Struct, frozen=True):
     movable: bool = False  #: its training is known to save a checkpoint when it leaves, if told to now
     booking: Booking | None = None  #: the time that it has bought, if the policy sells
     allocated: tuple[float, float] = (0.0, 0.0)  #: GPU-seconds it has had are the first plus the second times the time
+    untrained: tuple[float, float] = (0.0, 0.0)  #: of those, likewise, what was no training: see `state.gpu_time.Spent`
     fair_group: str = ""  #: in `TenantView.fair_groups`; empty: in none
     preempted: int = 0  #: how often it made room for an interactive app
     preempted_in: int = 0  #: the round in which it last did
@@ -301,6 +302,11 @@ class View(Struct, frozen=True):
         """Return the GPU-seconds that `app` has had, until its GPUs were proven empty (Astraea, Eq. 2)."""
         before, rate = app.allocated
         return before + rate * self.now
+
+    def trained_gpu_s(self, app: AppView) -> float:
+        """Return the GPU-seconds in which `app` trained: had, without starts, leaving and losses."""
+        before, rate = app.untrained
+        return max(0.0, self.allocated_gpu_s(app) - before - rate * self.now)
 
     def fair_gpu_s(self, app: AppView) -> float:
         """Return the GPU-seconds that were fair for `app` within its tenant (Astraea, Eq. 15)."""

@@ -37,6 +37,7 @@ _GPU_SECONDS = (
     ("gpu_seconds", "gpu_seconds", "GPU time that a tenant has had"),
     ("draining_gpu_seconds", "draining_gpu_seconds", "of that, the time in which GPUs were being left"),
     ("lost_gpu_seconds", "lost_gpu_seconds", "of that, work that has to be done again"),
+    ("starting_gpu_seconds", "starting_gpu_seconds", "of that, the time until first mini-batches"),
     ("parked_gpu_seconds", "parked_gpu_seconds", "beside that, GPUs times the time in which jobs lay parked on them"),
     ("fair_gpu_seconds", "fair_gpu_seconds", "GPU time that was fair for a tenant"),
 )
@@ -235,7 +236,8 @@ def _tenants(shares: Document) -> Iterator[Metric]:
     for name, field, words in _GPU_SECONDS:
         family = CounterMetricFamily(f"gpu_arbiter_{name}", words, labels=("tenant",))
         for each in tenants:
-            family.add_metric((each["tenant"],), each[field])
+            if field in each:  # an arbiter of the version before does not tell all of them
+                family.add_metric((each["tenant"],), each[field])
         yield family
     for name, words in (("ltgf", "long-term GPU-time fairness; 1 or more is fair"), ("held_gpus", "GPUs held")):
         yield _labelled(name, words, ("tenant",), (((each["tenant"],), each[name]) for each in tenants))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import pytest
 from msgspec.structs import replace
@@ -137,6 +138,44 @@ def test_what_has_finished_or_has_saved_is_not_lost() -> None:
         assert of(site, "ana-1").lost_gpu_s == 0.0
 
 
+def test_a_trial_that_its_search_drops_has_lost_nothing_and_an_attempt_that_is_made_again_has() -> None:
+    """A search of successive halving had lost a seventh of its GPU time, by its receipt: all unsaved work of trials."""
+    for goes_on, lost_gpu_s in ((False, 0.0), (True, 12.0)):
+        site, gpu = a_running_app()
+        tell(site, gpu, measured=measured(10.0, 10.0))
+        site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)] if goes_on else [])
+        tell(site, gpu, "exited", outcome="stopped", measured=measured(12.0, 12.0))
+        assert of(site, "ana-1").lost_gpu_s == lost_gpu_s
+
+
+@pytest.mark.parametrize(
+    ("outcome", "first_s", "unsaved_s", "trained_gpu_s"),
+    [
+        ("finished", 8.0, 0.0, 32.0),
+        ("finished", 0.0, 0.0, 40.0),  # it told of no mini-batch
+        ("preempted", 8.0, 5.0, 27.0),
+        ("preempted", 8.0, 36.0, 0.0),  # a start whose work is lost is lost with it, and not counted twice
+        ("failed", 0.0, 40.0, 0.0),
+    ],
+)
+def test_an_app_has_trained_for_what_is_neither_a_start_nor_lost_nor_leaving(
+    outcome: Literal["finished", "preempted", "failed"], first_s: float, unsaved_s: float, trained_gpu_s: float
+) -> None:
+    site, gpu = a_running_app()
+    for ran_s in (0.0, 20.0, 40.0):
+        tell(site, gpu, measured=measured(ran_s, ran_s))
+        site.wait(20.0 if ran_s < 40.0 else 0.0)
+    site.app("ana-1", state="finished")
+    site.wait(3.0)
+    figures = replace(measured(40.0, unsaved_s), first_s=first_s)
+    for _ in range(2):
+        tell(site, gpu, "exited", outcome=outcome, measured=figures)
+    assert of(site, "ana-1").draining_gpu_s == 3.0
+    whole = site.arbiter.state.history.of_tenant(TEAM, site.now)
+    assert of(site, "ana-1").trained_gpu_s == whole.trained_gpu_s == pytest.approx(trained_gpu_s)
+    assert site.replayed() == site.arbiter.snapshot()
+
+
 def test_what_is_made_again_after_a_partition_is_lost_and_counted_to_its_end() -> None:
     """The other side of a cut went on for 754 mini-batches that nobody counted, as its attempt had been given up."""
     site, gpu = a_running_app()
@@ -161,7 +200,7 @@ def test_an_app_that_is_over_is_recorded_again_when_its_node_comes_back_with_mor
     site, gpu = a_running_app()
     tell(site, gpu, measured=measured(10.0, 10.0))
     site.app("ana-1", state="cancelled")
-    effects = tell(site, gpu, "exited", outcome="stopped", measured=measured(11.0, 11.0))
+    effects = tell(site, gpu, "exited", outcome="failed", measured=measured(11.0, 11.0))
     assert [effect.lost_gpu_s for effect in effects if isinstance(effect, AppRecord)] == [11.0]
 
 

@@ -224,7 +224,8 @@ def test_of_two_apps_that_are_equally_late_the_one_that_runs_goes_on(*, tells: b
 
 def test_an_app_that_tells_nothing_and_runs_goes_on_if_it_would_be_late_by_what_a_move_costs() -> None:
     gpus = gpus_of(1)
-    runs = replace(job("runs", renewable=names(gpus), leases=1), granted_sum=9e3, served_gpu_s=60.0, move_s=100.0)
+    had = {"served_gpu_s": 60.0, "allocated": (60.0, 0.0)}
+    runs = replace(job("runs", renewable=names(gpus), leases=1), granted_sum=9e3, move_s=100.0, **had)
     view = later(round_of(gpus, runs, app("told", left_s=100.0, alone_s=50.0)), 9000.0, runs=8700.0)
     outlook = outlook_of(view)
     assert 0.0 < outlook.due_s[0] - outlook.works.left_s[0] < 300.0
@@ -243,7 +244,7 @@ def test_tenants_come_first_unless_the_site_says_otherwise() -> None:
 
 
 def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> None:
-    broken = app("broken", left_s=30.0, alone_s=100.0, served_gpu_s=370.0, declared_gpu_s=150.0)
+    broken = app("broken", left_s=30.0, alone_s=100.0, allocated=(370.0, 0.0), declared_gpu_s=150.0)
     kept = app("kept", left_s=30.0, alone_s=300.0)
     view = later(round_of(gpus_of(1), broken, kept), 9000.0, broken=0.0, kept=0.0)
     _, outcomes = decided(POLICY, view)
@@ -253,11 +254,18 @@ def test_an_app_that_takes_more_than_it_declared_is_the_last_of_its_equals() -> 
     assert words == ["broken", "kept", "kept"]
 
 
+def test_starts_and_what_was_lost_are_no_work_that_an_app_must_have_declared() -> None:
+    for untrained_s, word in ((0.0, "broken"), (100.0, "kept")):
+        searches = app("searches", left_s=30.0, alone_s=100.0, allocated=(370.0, 0.0), declared_gpu_s=150.0)
+        view = later(round_of(gpus_of(1), replace(searches, untrained=(untrained_s, 0.0))), 9000.0)
+        assert outlook_of(view).words == [word]
+
+
 @pytest.mark.parametrize(("cluster_time", "times"), [("declared", 2.0 / 1.1), ("told", 1.0)])
 def test_an_app_that_shows_more_work_than_it_declared_is_due_later(
     cluster_time: Literal["declared", "told"], times: float
 ) -> None:
-    more = app("more", left_s=80.0, alone_s=100.0, served_gpu_s=120.0, declared_gpu_s=100.0, demand_held=1)
+    more = app("more", left_s=80.0, alone_s=100.0, allocated=(120.0, 0.0), declared_gpu_s=100.0, demand_held=1)
     view = later(round_of(gpus_of(1), more), 0.0)
     assert outlook_of(view, Settings(cluster_time=cluster_time)).words == ["kept"]
     assert outlook_of(view, Settings(cluster_time=cluster_time)).works.fair_s == pytest.approx([100.0 * times])
@@ -287,8 +295,8 @@ def test_an_app_that_tells_no_t_cluster_has_the_declared_one_though_words_are_ta
 
 
 def test_an_app_is_as_long_as_its_owners_earlier_apps_make_likely() -> None:
-    honest = app("honest", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0)
-    liar = replace(app("liar", left_s=80.0, alone_s=50.0, served_gpu_s=20.0, declared_gpu_s=100.0), overrun=3.0)
+    honest = app("honest", left_s=80.0, alone_s=50.0, allocated=(20.0, 0.0), declared_gpu_s=100.0)
+    liar = replace(app("liar", left_s=80.0, alone_s=50.0, allocated=(20.0, 0.0), declared_gpu_s=100.0), overrun=3.0)
     found = outlook_of(later(round_of(gpus_of(1), honest, liar), 0.0, honest=-100.0, liar=-100.0)).works
     assert found.left_gpu_s.tolist() == [80.0, 280.0]
     assert found.left_s.tolist() == [80.0, 280.0]

@@ -295,7 +295,7 @@ def test_an_app_offered_that_does_not_bid_is_told_so() -> None:
 
 
 @pytest.mark.parametrize("tenants_first", [False, True])
-def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tenants_first: bool) -> None:
+def test_an_app_that_has_trained_for_longer_than_it_declared_comes_to_bid_by_less_rho(tenants_first: bool) -> None:
     liar, honest = replace(app_of("o-0"), allocated=(250.0, 0.0), declared_gpu_s=100.0), app_of("o-1")
     view = view_of(gpus_of(1), [liar, honest], {"o-0": 9.0, "o-1": 4.0})
 
@@ -306,12 +306,15 @@ def test_an_app_that_has_had_more_than_it_declared_comes_to_bid_by_less_rho(tena
     assert bidders(excess=math.inf) == bidders(excess=2.6) == (liar.app,)
     assert bidders(excess=2.0) == (honest.app,), "9 over 2.5 is less than 4"
     assert bidders(excess=2.0, had_gpu_s=200.0) == (liar.app,), "it has had no more than twice what it declared"
+    starts = replace(view, apps=(replace(liar, untrained=(50.0, 0.0)), honest))
+    policy = Themis(Settings(tenants_first=tenants_first))
+    assert policy.bidders(view) == (honest.app,), "by default it is held to that"
+    assert policy.bidders(starts) == (liar.app,), "starts are no training"
     outcomes = play(view, knobs=Settings(tenants_first=tenants_first, excess=2.0))
-    assert "did not bid, its rho 3.6 (9 divided by 2.5, as it has had more than it declared) being" in (
+    assert "did not bid, its rho 3.6 (9 divided by 2.5, as it has trained for longer than it declared) being" in (
         outcomes[liar.app].reason
     )
     more = view_of(gpus_of(1), [replace(liar, allocated=(9e9, 0.0)), honest], {"o-0": 9.0, "o-1": 2.0})
-    policy = Themis(Settings(tenants_first=tenants_first, excess=2.0))
     assert policy.bidders(more) == (liar.app,), "9 counts for a quarter at least"
 
 

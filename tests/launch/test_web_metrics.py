@@ -77,6 +77,7 @@ def test_the_figures_are_those_of_the_arbiter(browser: Browser, asked: Asked) ->
         label = f'tenant="{tenant}"'
         assert told["gpu_arbiter_gpu_seconds_total", label] == standing.allocated_gpu_s
         assert told["gpu_arbiter_draining_gpu_seconds_total", label] == standing.draining_gpu_s
+        assert told["gpu_arbiter_starting_gpu_seconds_total", label] == standing.starting_gpu_s
         assert told["gpu_arbiter_fair_gpu_seconds_total", label] == standing.fair_gpu_s
     assert told["gpu_arbiter_up", ""] == 1.0
     assert told["gpu_arbiter_gpus", 'state="leased"'] == told["gpu_arbiter_gpus", 'state="free"'] == 1.0

@@ -27,7 +27,7 @@ from math import fsum
 from msgspec.structs import replace
 
 from arbiter.core.effects import LossRecord
-from arbiter.core.state.model import TRAINS, Draining, Leased, PreemptedBy, State, Task, Toll, Up, usable
+from arbiter.core.state.model import TRAINS, App, Draining, Leased, PreemptedBy, State, Task, Toll, Up, usable
 from arbiter.core.turn import Turn
 from protocol.messages import AppId, GpuId, JobId, device_of
 
@@ -98,23 +98,44 @@ def count(turn: Turn, task: Task) -> Task:
     app = turn.state.apps.get(task.app)
     if app is None:
         return task
-    now = Toll(task.measured.ran_s, 0.0 if task.outcome == "finished" else task.measured.unsaved_s)
-    lost_s = max(0.0, now.lost_s - task.counted.lost_s)
-    new = Toll(max(0.0, now.ran_s - task.counted.ran_s), lost_s, lost_s if _was_preempted(turn, task) else 0.0)
+    measured, counted = task.measured, task.counted
+    unsaved_s = measured.unsaved_s if _is_made_again(app, task) else 0.0
+    starting_s = max(0.0, min(measured.first_s, measured.ran_s - unsaved_s))
+    now = Toll(measured.ran_s, unsaved_s, starting_s=starting_s)
+    lost_s = max(0.0, now.lost_s - counted.lost_s)
+    new = Toll(
+        ran_s=max(0.0, now.ran_s - counted.ran_s),
+        lost_s=lost_s,
+        preempted_s=lost_s if _was_preempted(turn, task) else 0.0,
+        starting_s=max(0.0, now.starting_s - counted.starting_s),
+    )
     if new == Toll():
         return task
     lost_gpu_s = new.lost_s * len(task.gpus)
     turn.state.history.lose(app.id, app.tenant, lost_gpu_s, turn.now)
+    turn.state.history.start(app.id, app.tenant, new.starting_s * len(task.gpus), turn.now)
     if lost_gpu_s:
         devices = tuple(sorted(map(device_of, task.gpus)))
         turn.effects.append(LossRecord(task.id, turn.now, app.id, app.tenant, task.node, devices, lost_gpu_s))
     before = app.tolls.get(task.job, Toll())
-    toll = Toll(before.ran_s + new.ran_s, before.lost_s + new.lost_s, before.preempted_s + new.preempted_s)
+    toll = Toll(
+        before.ran_s + new.ran_s,
+        before.lost_s + new.lost_s,
+        before.preempted_s + new.preempted_s,
+        before.starting_s + new.starting_s,
+    )
     turn.state.apps[app.id] = replace(app, tolls={**app.tolls, task.job: toll})
     turn.accounts.add(app.id)
     if toll.preempted_s:
         turn.index.lost_work.add(app.id)
     return replace(task, counted=now)
+
+
+def _is_made_again(app: App, task: Task) -> bool:
+    """Whether an attempt's unsaved work is to be done again, as its job goes on: a trial that was dropped does not."""
+    if task.outcome == "stopped":
+        return app.active and any(job.id == task.job for job in app.jobs)
+    return task.outcome != "finished"
 
 
 def _was_preempted(turn: Turn, task: Task) -> bool:

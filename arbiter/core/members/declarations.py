@@ -1,11 +1,12 @@
 """What apps declared that they would take, beside what they took: a policy can hold an owner to it (`AppView.overrun`).
 
-The GPU time left that an app reports first, with what it has had by then, is its declaration, for good. An app reports
-none as long as nothing is known of the time of its mini-batches. A later report does not replace it: an app that told
-too little would tell a little more each time, and never be held to anything. When an app finishes, its declaration and
-the GPU time it had are added to those of its owner. Apps that are cancelled or fail do not count: they end before what
-they declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease
-there is of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
+The GPU time left that an app reports first, with what it has trained by then, is its declaration, for good. Starts and
+leaving are no training, and what was lost is none: a job that is preempted often has more of them. An app reports none
+as long as nothing is known of the time of its mini-batches. A later report does not replace it: an app that told too
+little would tell a little more each time, and never be held to anything. When an app finishes, its declaration and what
+it trained are added to those of its owner. Apps that are cancelled or fail do not count: they end before what they
+declared, and would hide what others took beyond it. Where GPUs are shared no app is held to anything: a lease there is
+of a GPU that others use as well, so an honest app has several times the GPU time that it needs.
 
 An app is held to the demand that it stated when its jobs had the most GPUs at a time. If it asks for more than it can
 use only while it lacks GPUs, it has to tell its true demand by then, or it is given GPUs that it leaves idle
@@ -59,7 +60,7 @@ def _note_declaration(turn: Turn, app: App) -> App:
         return replace(app, declared_gpu_s=0.0)
     if app.declared_gpu_s or app.left_gpu_s is None:
         return app
-    return replace(app, declared_gpu_s=_had_gpu_s(turn, app) + app.left_gpu_s)
+    return replace(app, declared_gpu_s=_trained_gpu_s(turn, app) + app.left_gpu_s)
 
 
 def compare(turn: Turn, app: App) -> None:
@@ -67,10 +68,10 @@ def compare(turn: Turn, app: App) -> None:
     if app.declared_gpu_s:
         before = turn.state.declarations.get(app.owner, Declared())
         turn.state.declarations[app.owner] = Declared(
-            KEPT * before.declared_gpu_s + app.declared_gpu_s, KEPT * before.had_gpu_s + _had_gpu_s(turn, app)
+            KEPT * before.declared_gpu_s + app.declared_gpu_s, KEPT * before.had_gpu_s + _trained_gpu_s(turn, app)
         )
 
 
-def _had_gpu_s(turn: Turn, app: App) -> float:
-    """Return the GPU-seconds that an app has had; while a node is lost, its GPUs do not count."""
-    return turn.state.history.of_app(app.id, turn.now).allocated_gpu_s
+def _trained_gpu_s(turn: Turn, app: App) -> float:
+    """Return the GPU-seconds in which an app has trained; while a node is lost, its GPUs do not count."""
+    return turn.state.history.of_app(app.id, turn.now).trained_gpu_s

@@ -226,7 +226,7 @@ def _look_at(
     held = leases.held(turn, app.id)
     only = seats.only(turn, app, guest_at)
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
-    had = account.allocated
+    had, untrained = account.allocated, account.spent.untrained
     return AppView(
         app=app.id,
         tenant=app.tenant,
@@ -263,6 +263,7 @@ def _look_at(
         preempted=app.preempted,
         preempted_in=app.preempted_in,
         allocated=(had.total - had.rate * had.since, had.rate),
+        untrained=(untrained.total - untrained.rate * untrained.since, untrained.rate),
         fair_group=account.key if account.demand else "",
         fair_offset_gpu_s=account.fair_within,
     )

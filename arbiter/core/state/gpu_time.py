@@ -140,13 +140,20 @@ class Spent(Struct, frozen=True):
     """Where GPU time went, of an app or a tenant, beside what it has had.
 
     `draining` is of what it has had: from the end of a lease until the GPU was proven empty. `lost` likewise: what had
-    to be done again, as attempts ended without having saved it. `parked` is not: GPUs times the time in which jobs lay
-    parked on them, while they were free or others had them.
+    to be done again, as attempts ended without having saved it. So is `starting`: what passed until the first
+    mini-batches of attempts that are over. `parked` is not: GPUs times the time in which jobs lay parked on them, while
+    they were free or others had them.
     """
 
     draining: Flow = Flow()
     parked: Flow = Flow()
     lost_gpu_s: float = 0.0
+    starting_gpu_s: float = 0.0
+
+    @property
+    def untrained(self) -> Flow:
+        """What of the GPU time had was no training that counts: it passed while leaving or starting, or was lost."""
+        return replace(self.draining, total=self.draining.total + self.lost_gpu_s + self.starting_gpu_s)
 
 
 class AppAccount(Struct, frozen=True):
@@ -188,6 +195,12 @@ class Standing(Struct, frozen=True):
     draining_gpu_s: float = 0.0  #: as in `Spent`
     parked_gpu_s: float = 0.0
     lost_gpu_s: float = 0.0
+    starting_gpu_s: float = 0.0
+
+    @property
+    def trained_gpu_s(self) -> float:
+        """What of the GPU time had was training that counts."""
+        return max(0.0, self.allocated_gpu_s - self.draining_gpu_s - self.lost_gpu_s - self.starting_gpu_s)
 
     @property
     def ltgf(self) -> float | None:
@@ -201,8 +214,8 @@ class Standing(Struct, frozen=True):
 
 
 def _standing(had_gpu_s: float, fair_gpu_s: float, other_gpu_s: float, spent: Spent, now: float) -> Standing:
-    draining_gpu_s, parked_gpu_s = spent.draining.at(now), spent.parked.at(now)
-    return Standing(had_gpu_s, fair_gpu_s, other_gpu_s, draining_gpu_s, parked_gpu_s, spent.lost_gpu_s)
+    draining_gpu_s, parked_gpu_s, starting_gpu_s = spent.draining.at(now), spent.parked.at(now), spent.starting_gpu_s
+    return Standing(had_gpu_s, fair_gpu_s, other_gpu_s, draining_gpu_s, parked_gpu_s, spent.lost_gpu_s, starting_gpu_s)
 
 
 def ratio(allocated_gpu_s: float, fair_gpu_s: float) -> float | None:
@@ -308,6 +321,11 @@ class History(Struct):
         if gpu_s:
             self._spend(app, tenant, now, lost_gpu_s=gpu_s)
 
+    def start(self, app: AppId, tenant: TenantId, gpu_s: float, now: float) -> None:
+        """So much of what an app has had passed until first mini-batches."""
+        if gpu_s:
+            self._spend(app, tenant, now, starting_gpu_s=gpu_s)
+
     def _spend(
         self,
         app: AppId,
@@ -317,6 +335,7 @@ class History(Struct):
         draining: float = 0.0,
         parked: float = 0.0,
         lost_gpu_s: float = 0.0,
+        starting_gpu_s: float = 0.0,
     ) -> None:
         """Add to where the GPU time of an app went, and to its tenant's."""
 
@@ -325,6 +344,7 @@ class History(Struct):
                 spent.draining.changed(spent.draining.rate + draining, now) if draining else spent.draining,
                 spent.parked.changed(spent.parked.rate + parked, now) if parked else spent.parked,
                 spent.lost_gpu_s + lost_gpu_s,
+                spent.starting_gpu_s + starting_gpu_s,
             )
 
         account = self.apps.get(app) or AppAccount(tenant)

@@ -246,11 +246,12 @@ class Drain(Struct, frozen=True):
 
 
 class Toll(Struct, frozen=True):
-    """Seconds that a job has run, and of these, that it had to run again or will have to."""
+    """Seconds that a job has run, and of these, that it had to run again or will have to, and that its starts took."""
 
     ran_s: float = 0.0
     lost_s: float = 0.0
     preempted_s: float = 0.0  #: of those lost, what preemptions took from it
+    starting_s: float = 0.0  #: of those not lost, what passed until first mini-batches
 
 
 class Task(Struct, frozen=True):

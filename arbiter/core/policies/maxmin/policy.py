@@ -49,7 +49,7 @@ from protocol.messages import AppId, Bid
 #: The most by which an app that is late needs its GPUs more, for the time that it takes over the time until it is due.
 #: Without a word that can be taken it is 1.
 HASTE_MAX: Final = 8.0
-#: An app may show so many times the work that it declared before it is due later: starts count as work, too.
+#: An app may show so many times the work that it declared before it is due later.
 EXCUSED: Final = 1.1
 #: The run time left of an app counts for so many times what its work takes if its GPUs never idle, at most.
 LONGEST: Final = 2.0
@@ -244,6 +244,12 @@ def _figures(view: View) -> _Told:
     return _Told(*rows.reshape(-1, len(_Told._fields)).T)
 
 
+def _until(view: View, name: str) -> Figures:
+    """Return the GPU-seconds that each app has by now of what `AppView` has under `name`."""
+    pairs = np.array([getattr(app, name) for app in view.apps], dtype=np.float64).reshape(-1, 2)
+    return pairs[:, 0] + pairs[:, 1] * view.now
+
+
 def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Works, float, Sequence[Word]]:
     """Return the apps as a fluid schedule sees them, r*, and how far the word of each can be taken.
 
@@ -258,16 +264,17 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     # A search asks for few GPUs while the last jobs of a phase run, and for many in the next one.
     width = np.clip(np.where(wide, told.shown, np.maximum(told.demand_max, told.demand_held)), 1.0, gpus)
     had = told.served_gpu_s + told.leases * view.now - told.granted_sum
+    trained = np.maximum(0.0, _until(view, "allocated") - _until(view, "untrained"))
     since = view.now - told.left_at
     silent = np.isnan(told.left_gpu_s)
     guess = np.maximum(had, view.lease_s * told.gang)
     left = np.where(silent, guess, told.left_gpu_s - since * np.minimum(told.leases, demand))
     left = np.maximum(LEFT_MIN_S, left)
     declared = np.maximum(LEFT_MIN_S, told.declared_gpu_s)
-    beyond = (told.declared_gpu_s > 0.0) & (had + left > excess * declared)
+    beyond = (told.declared_gpu_s > 0.0) & (trained + left > excess * declared)
     usual = np.where(told.overrun > excess, told.overrun * told.declared_gpu_s, 0.0)
-    left_gpu_s = np.maximum(left, usual - had)
-    total = had + left_gpu_s
+    left_gpu_s = np.maximum(left, usual - trained)
+    total = trained + left_gpu_s
     told_s = told.left_s * times - since * np.minimum(1.0, told.leases / np.maximum(1.0, demand))
     busy_s = left_gpu_s / width
     left_s = np.clip(np.nan_to_num(told_s) * (left_gpu_s / left), busy_s, LONGEST * busy_s)

@@ -14,9 +14,10 @@ default: otherwise a tenant of many apps takes the GPUs that are due to a tenant
 a site with one tenant the setting has no effect.
 
 The rho that an app tells decides whether it bids, and the less it says that it takes in all, the greater is its rho. So
-an app that has had more than `excess` times the GPU time that it declared comes to bid by a rho that is as many times
-less. The auction itself is the same, if all rho of a bid are so many times greater. By default no app is held to what
-it declared: an honest search of short trials has had several times that, as its GPU time includes all starts.
+an app that has trained for more than `excess` times the GPU time that it declared comes to bid by a rho that is as many
+times less. The auction itself is the same, if all rho of a bid are so many times greater. Training is what node agents
+measured: without starts, leaving and what was lost (`View.trained_gpu_s`), of which an honest search of short trials
+has more than of training.
 
 An app whose leases end comes by a rho that is `renewal_factor` times as great, for `STAY` leases after it got its GPUs.
 Where apps are about equally badly off, one would otherwise stop another at the end of each lease, and a later round
@@ -76,7 +77,7 @@ EXPLAINING = 0.2
 #: Said where a round has no GPU to deal, or none that did not go before the auction; to which apps those went follows.
 NONE_LEFT = "no other GPU is in play"
 LEFTOVER = ("idle", "bidders", "worst-off")
-#: The rho of an app that has had more than it declared counts at least for this part.
+#: The rho of an app that has trained for longer than it declared counts at least for this part.
 HELD_MIN = 0.25
 #: For so many leases after it got GPUs an app counts as worse off than it is: four hours by default.
 STAY = 24.0
@@ -92,8 +93,9 @@ class Settings(PolicySettings, frozen=True):
     #: rule.
     leftover: str = "bidders"
     tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
-    #: An app that has had so many times the GPU time that it declared bids later, as if its rho were less. inf: none.
-    excess: float = math.inf
+    #: An app that has trained for so many times the GPU time that it declared bids later, as if its rho were less.
+    #: inf: none does.
+    excess: float = 2.0
     #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
     start_within_s: float = 3600.0
     #: The rho of an app that got GPUs in play less than `STAY` leases ago counts so many times, so that an app that is
@@ -401,7 +403,7 @@ class _Round:
         rho, claim, whys = self._view.rhos[app.app], _claim(self._view, app, self._settings), []
         held = _rho(self._view, app, self._settings.excess)
         if held < rho:
-            whys.append(f" divided by {rho / held:.3g}, as it has had more than it declared")
+            whys.append(f" divided by {rho / held:.3g}, as it has trained for longer than it declared")
         if claim > held:
             whys.append(f" times {claim / held:.3g}, as it got its GPUs {_stay_s(self._view, app):.0f} s ago")
         return f"{claim:.4g} ({rho:.4g}{' and'.join(whys)})" if whys else f"{claim:.4g}"
@@ -649,14 +651,14 @@ def _content(app: AppView) -> str:
 
 
 def _rho(view: View, app: AppView, excess: float) -> float:
-    """Return an app's rho, less by so many times as it has had more than it declared."""
+    """Return an app's rho, less by so many times as it has trained for longer than it declared."""
     rho = view.rhos[app.app]
     if excess == math.inf or not app.declared_gpu_s:
         return rho
-    had_gpu_s = view.allocated_gpu_s(app)
-    if had_gpu_s <= excess * app.declared_gpu_s:
+    trained_gpu_s = view.trained_gpu_s(app)
+    if trained_gpu_s <= excess * app.declared_gpu_s:
         return rho
-    return rho * max(HELD_MIN, app.declared_gpu_s / had_gpu_s)
+    return rho * max(HELD_MIN, app.declared_gpu_s / trained_gpu_s)
 
 
 def _claim(view: View, app: AppView, settings: Settings) -> float:
