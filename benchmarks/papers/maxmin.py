@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from math import inf, isfinite
@@ -74,6 +74,8 @@ SCHEMA = "maxmin-evaluation/v1"
 OURS = "maxmin-ftf"
 #: The best of these is the measure for what fairness costs.
 FAIR = ("themis", "gandiva-placement", "las")
+#: Those of them that are fair in each setting: as published, `gandiva-placement` serves by placement alone.
+FAIR_IN: Mapping[Setting, tuple[str, ...]] = {"published": ("themis", "las"), "harder": FAIR}
 #: They choose among the apps that make room for interactive ones, of which there are none here: they are `fitgpp`.
 ALIKE = ("lrtp", "rand")
 OTHERS = (*FAIR, *(name for name in POLICIES if name not in (OURS, *FAIR, *ALIKE)))
@@ -402,24 +404,25 @@ def _least_claims(name: str, rows: Sequence[Row]) -> tuple[Claim, Claim]:
     )  # fmt: skip
 
 
-def _cost_claims(setting: Setting, runs: dict[str, list[Outcome]]) -> tuple[Claim, Claim]:
-    """Judge what the fairness of ours costs."""
-    gpu, jct = (_over_fair(runs, figure) for figure in (lambda each: each.gpu_s, lambda each: each.avg_jct_s))
-    return (
-        Claim(
-            f"{setting}: GPU time of {OURS} over that of the best of {', '.join(FAIR)}",
-            "", said(gpu, ".3f"), f"at most {GPU_MAX:g}", fmean(gpu) <= GPU_MAX,
-        ),
-        Claim(
-            f"{setting}: mean JCT of {OURS} over that of the best of {', '.join(FAIR)}",
-            "", said(jct, ".3f"), f"at most {JCT_MAX:g}", fmean(jct) <= JCT_MAX,
-        ),
-    )  # fmt: skip
+def _cost_claims(setting: Setting, runs: dict[str, list[Outcome]]) -> Iterator[Claim]:
+    """Judge what the fairness of ours costs: over the best of all that are fair in some setting, and in this one."""
+    costs: Sequence[tuple[str, Callable[[Outcome], float], float]] = (
+        ("GPU time", lambda each: each.gpu_s, GPU_MAX),
+        ("mean JCT", lambda each: each.avg_jct_s, JCT_MAX),
+    )
+    for rivals, (name, figure, most) in product(dict.fromkeys((FAIR, FAIR_IN[setting])), costs):
+        ratios = _over_best(runs, rivals, figure)
+        yield Claim(
+            f"{setting}: {name} of {OURS} over that of the best of {', '.join(rivals)}",
+            "", said(ratios, ".3f"), f"at most {most:g}", fmean(ratios) <= most,
+        )  # fmt: skip
 
 
-def _over_fair(runs: dict[str, list[Outcome]], figure: Callable[[Outcome], float]) -> list[float]:
-    """Return the figure of ours over that of the fair policy which is best on average, in each cell."""
-    best = min(FAIR, key=lambda policy: fmean(map(figure, runs[policy])))
+def _over_best(
+    runs: dict[str, list[Outcome]], rivals: Sequence[str], figure: Callable[[Outcome], float]
+) -> list[float]:
+    """Return the figure of ours over that of the rival which is best on average, in each cell."""
+    best = min(rivals, key=lambda policy: fmean(map(figure, runs[policy])))
     return [figure(ours) / figure(other) for ours, other in zip(runs[OURS], runs[best], strict=True)]
 
 
