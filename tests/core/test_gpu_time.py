@@ -10,7 +10,11 @@ from msgspec.structs import replace
 
 from arbiter.core.arbiter import Arbiter, Connected, Effect
 from arbiter.core.effects import AppRecord, LeaseRecord
+from arbiter.core.rounds import seats
+from arbiter.core.rounds.views import make_view
 from arbiter.core.state.gpu_time import Standing
+from arbiter.core.state.index import Index
+from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
 from protocol.messages import AppId, Measured, Sharing
 from tests.support.arbiter_site import SETTINGS, TEAM, Site, task, wish
@@ -138,28 +142,34 @@ def test_what_has_finished_or_has_saved_is_not_lost() -> None:
         assert of(site, "ana-1").lost_gpu_s == 0.0
 
 
-def test_a_trial_that_its_search_drops_has_lost_nothing_and_an_attempt_that_is_made_again_has() -> None:
+@pytest.mark.parametrize(
+    ("state", "goes_on", "lost_gpu_s"), [("active", False, 0.0), ("cancelled", True, 0.0), ("active", True, 12.0)]
+)
+def test_what_was_stopped_is_lost_only_if_it_is_made_again(state: str, goes_on: bool, lost_gpu_s: float) -> None:
     """A search of successive halving had lost a seventh of its GPU time, by its receipt: all unsaved work of trials."""
-    for goes_on, lost_gpu_s in ((False, 0.0), (True, 12.0)):
-        site, gpu = a_running_app()
-        tell(site, gpu, measured=measured(10.0, 10.0))
-        site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)] if goes_on else [])
-        tell(site, gpu, "exited", outcome="stopped", measured=measured(12.0, 12.0))
-        assert of(site, "ana-1").lost_gpu_s == lost_gpu_s
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(10.0, 10.0))
+    site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)] if goes_on else [], state=state)
+    tell(site, gpu, "exited", outcome="stopped", measured=measured(12.0, 12.0))
+    assert of(site, "ana-1").lost_gpu_s == lost_gpu_s
 
 
 @pytest.mark.parametrize(
-    ("outcome", "first_s", "unsaved_s", "trained_gpu_s"),
+    ("outcome", "first_s", "unsaved_s", "starting_gpu_s", "trained_gpu_s"),
     [
-        ("finished", 8.0, 0.0, 32.0),
-        ("finished", 0.0, 0.0, 40.0),  # it told of no mini-batch
-        ("preempted", 8.0, 5.0, 27.0),
-        ("preempted", 8.0, 36.0, 0.0),  # a start whose work is lost is lost with it, and not counted twice
-        ("failed", 0.0, 40.0, 0.0),
+        ("finished", 8.0, 0.0, 8.0, 32.0),
+        ("finished", 0.0, 0.0, 0.0, 40.0),  # it told of no mini-batch
+        ("preempted", 8.0, 5.0, 8.0, 27.0),
+        ("preempted", 8.0, 36.0, 4.0, 0.0),  # the part of a start that is lost is not counted twice
+        ("failed", 0.0, 40.0, 0.0, 0.0),
     ],
 )
 def test_an_app_has_trained_for_what_is_neither_a_start_nor_lost_nor_leaving(
-    outcome: Literal["finished", "preempted", "failed"], first_s: float, unsaved_s: float, trained_gpu_s: float
+    outcome: Literal["finished", "preempted", "failed"],
+    first_s: float,
+    unsaved_s: float,
+    starting_gpu_s: float,
+    trained_gpu_s: float,
 ) -> None:
     site, gpu = a_running_app()
     for ran_s in (0.0, 20.0, 40.0):
@@ -172,8 +182,30 @@ def test_an_app_has_trained_for_what_is_neither_a_start_nor_lost_nor_leaving(
         tell(site, gpu, "exited", outcome=outcome, measured=figures)
     assert of(site, "ana-1").draining_gpu_s == 3.0
     whole = site.arbiter.state.history.of_tenant(TEAM, site.now)
+    assert of(site, "ana-1").starting_gpu_s == whole.starting_gpu_s == pytest.approx(starting_gpu_s)
     assert of(site, "ana-1").trained_gpu_s == whole.trained_gpu_s == pytest.approx(trained_gpu_s)
     assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_policies_are_shown_what_an_app_has_trained_and_it_is_a_part_of_the_declaration() -> None:
+    site = Site(FIFO)
+    site.node("n1", 2)
+    site.app("ana-1", gang=2, demand=4)
+    site.wait(0.0)
+    gpus = site.held("ana-1")
+    site.app("ana-1", gang=2, demand=4, jobs=[wish("ana-1", 0, gpus)])
+    site.node("n1", tasks=[task("ana-1", 0, gpus)], used=gpus)
+    site.wait(20.0)
+    figures = replace(measured(20.0, 0.0), first_s=8.0)
+    site.node("n1", tasks=[task("ana-1", 0, gpus, "exited", outcome="preempted", measured=figures)])
+    assert (of(site, "ana-1").starting_gpu_s, of(site, "ana-1").trained_gpu_s) == (16.0, 24.0)
+    again = wish("ana-1", 0, gpus, attempt=1)
+    site.app("ana-1", gang=2, demand=4, jobs=[again], left_s=50.0, left_gpu_s=100.0)
+    app = site.arbiter.state.apps[AppId("ana-1")]
+    assert (app.declared_gpu_s, app.tolls[again.job].starting_s) == (124.0, 8.0)
+    turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
+    view = make_view(turn, seats.shown(turn), {})
+    assert [view.trained_gpu_s(each) for each in view.apps] == [24.0]
 
 
 def test_what_is_made_again_after_a_partition_is_lost_and_counted_to_its_end() -> None:

@@ -18,6 +18,8 @@ from msgspec.structs import replace
 
 pytest.importorskip("starlette", reason="the extra `web` is not installed")
 
+from arbiter import queries
+from arbiter.core.state.gpu_time import Standing
 from launch.web.server import make_app
 from protocol import certificates
 from protocol.durations import Durations
@@ -85,6 +87,20 @@ def test_the_figures_are_those_of_the_arbiter(browser: Browser, asked: Asked) ->
     assert told["gpu_arbiter_oldest_wait_seconds", 'tenant="team"'] == 3.0
     assert told["gpu_arbiter_node_up", 'node="n1"'] == 1.0
     assert told["gpu_arbiter_rounds_total", ""] == asked.books.ledger.round_count() > 0
+
+
+def test_an_arbiter_of_the_version_before_that_tells_of_no_starts_has_all_other_figures(
+    browser: Browser, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    all_figures = queries._spent
+
+    def before(standing: Standing) -> dict[str, float]:
+        return {name: value for name, value in all_figures(standing).items() if name != "starting_gpu_seconds"}
+
+    monkeypatch.setattr(queries, "_spent", before)
+    told = samples(browser)
+    assert told["gpu_arbiter_lost_gpu_seconds_total", 'tenant="team"'] == 0.0
+    assert ("gpu_arbiter_starting_gpu_seconds_total", 'tenant="team"') not in told
 
 
 def test_the_wait_of_an_app_and_the_phases_of_rounds_are_counted_once(browser: Browser, asked: Asked) -> None:
