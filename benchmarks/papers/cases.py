@@ -58,7 +58,6 @@ NO_RULES_OF_OURS: Knobs = (
     ("policy.themis.tenants_first", "false"),
     ("policy.themis.start_within_s", "inf"),
     ("policy.themis.renewal_factor", "1"),
-    ("policy.themis.excess", "inf"),
     ("policy.maxmin-ftf.tenants_first", "false"),
 )
 #: What Themis's section 8 lets policies do. Baselines deal what is available when leases end, and apps tell the truth.

@@ -175,8 +175,8 @@ SMALL = "4x4"
 
 #: Leases of half the usual length, as jobs have a tenth of the published length; for every policy that has leases.
 SHORT: Knobs = (("lease_s", "300"),)
-#: `themis` where no app is held to what it declared.
-UNHELD: Knobs = (("policy.themis.excess", "inf"),)
+#: `themis` where apps are held to what they declared.
+HELD: Knobs = (("policy.themis.excess", "2"),)
 
 MEMORY = Memory(Cell, Outcome)
 
@@ -474,13 +474,13 @@ def knowing(plan: Plan) -> Part:
 def lying(plan: Plan) -> Part:
     """Compare liars with themselves telling the truth: under ours, and `themis` if that goes by what is lied about.
 
-    Under `themis` once as it is by default, and once where no app is held to what it declared.
+    Under `themis` once as it is by default, and once where apps are held to what they declared.
     """
     rows, paying = [], []
     for lie, by, past in plan.lies:
         ruled: list[tuple[str, Knobs]] = [(OURS, ())]
         if lie in THEMIS and past == 1.0:
-            ruled += [("themis", ()), ("themis", UNHELD)]
+            ruled += [("themis", ()), ("themis", HELD)]
         for (name, knobs), liars in product(ruled, ("one", "several")):
             gains = list(_gains(plan, name, knobs, lie, by, past, together=liars == "several"))
             gain = estimate(gains)

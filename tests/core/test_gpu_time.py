@@ -13,7 +13,6 @@ from arbiter.core.effects import AppRecord, LeaseRecord
 from arbiter.core.rounds import seats
 from arbiter.core.rounds.views import make_view
 from arbiter.core.state.gpu_time import Standing
-from arbiter.core.state.index import Index
 from arbiter.core.turn import Turn
 from arbiter.ledger import Ledger
 from protocol.messages import AppId, Measured, Sharing
@@ -187,6 +186,13 @@ def test_an_app_has_trained_for_what_is_neither_a_start_nor_lost_nor_leaving(
     assert site.replayed() == site.arbiter.snapshot()
 
 
+def trained_as_shown(site: Site) -> list[float]:
+    """The GPU-seconds that policies are shown of each app which wants GPUs."""
+    turn = Turn(site.arbiter.state, site.now, site.arbiter._index)
+    view = make_view(turn, seats.shown(turn), {})
+    return [view.trained_gpu_s(each) for each in view.apps]
+
+
 def test_policies_are_shown_what_an_app_has_trained_and_it_is_a_part_of_the_declaration() -> None:
     site = Site(FIFO)
     site.node("n1", 2)
@@ -196,16 +202,54 @@ def test_policies_are_shown_what_an_app_has_trained_and_it_is_a_part_of_the_decl
     site.app("ana-1", gang=2, demand=4, jobs=[wish("ana-1", 0, gpus)])
     site.node("n1", tasks=[task("ana-1", 0, gpus)], used=gpus)
     site.wait(20.0)
+    assert trained_as_shown(site) == [40.0]
     figures = replace(measured(20.0, 0.0), first_s=8.0)
+    site.node("n1", tasks=[task("ana-1", 0, gpus, measured=figures)], used=gpus)
+    assert trained_as_shown(site) == [24.0], "a start counts as soon as its end is known"
     site.node("n1", tasks=[task("ana-1", 0, gpus, "exited", outcome="preempted", measured=figures)])
     assert (of(site, "ana-1").starting_gpu_s, of(site, "ana-1").trained_gpu_s) == (16.0, 24.0)
+    assert trained_as_shown(site) == [24.0], "and once"
     again = wish("ana-1", 0, gpus, attempt=1)
+    site.app("ana-1", gang=2, demand=4, jobs=[again])
+    site.wait(10.0)
+    second = replace(measured(10.0, 0.0), first_s=6.0)
+    site.node("n1", tasks=[task("ana-1", 0, gpus, attempt=1, measured=second)], used=gpus)
     site.app("ana-1", gang=2, demand=4, jobs=[again], left_s=50.0, left_gpu_s=100.0)
     app = site.arbiter.state.apps[AppId("ana-1")]
-    assert (app.declared_gpu_s, app.tolls[again.job].starting_s) == (124.0, 8.0)
-    turn = Turn(site.arbiter.state, site.now, Index(site.arbiter.state))
-    view = make_view(turn, seats.shown(turn), {})
-    assert [view.trained_gpu_s(each) for each in view.apps] == [24.0]
+    assert app.declared_gpu_s == 24.0 + 2 * (10.0 - 6.0) + 100.0
+    assert app.tolls[again.job].starting_s == 8.0
+    assert site.replayed() == site.arbiter.snapshot()
+
+
+def test_what_a_node_that_was_cut_off_lost_beyond_what_was_had_is_no_credit() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(10.0, 10.0))
+    site.wait(35.0)
+    site.app("ana-1", jobs=[wish("ana-1", 0, [], attempt=1)])
+    tell(site, gpu, measured=measured(1000.0, 1000.0))
+    tell(site, gpu, "exited", outcome="preempted", measured=measured(1001.0, 1001.0))
+    had = of(site, "ana-1")
+    assert had.lost_gpu_s == 1001.0
+    assert had.trained_gpu_s == 0.0
+    assert had.untrained_gpu_s == had.allocated_gpu_s - had.draining_gpu_s < 100.0
+
+
+def test_what_was_lost_with_a_node_stays_lost_when_the_node_comes_back_and_was_no_start_too() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=replace(measured(20.0, 20.0), first_s=8.0))
+    site.wait(35.0)
+    assert (of(site, "ana-1").lost_gpu_s, of(site, "ana-1").starting_gpu_s) == (20.0, 0.0)
+    site.app("ana-1", jobs=[])
+    tell(site, gpu, "exited", outcome="stopped", measured=replace(measured(22.0, 22.0), first_s=8.0))
+    assert (of(site, "ana-1").lost_gpu_s, of(site, "ana-1").starting_gpu_s) == (20.0, 2.0)
+
+
+def test_a_node_that_is_lost_takes_nothing_from_an_app_that_is_cancelled() -> None:
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=measured(20.0, 20.0))
+    site.app("ana-1", state="cancelled", jobs=[])
+    site.wait(35.0)
+    assert of(site, "ana-1").lost_gpu_s == 0.0
 
 
 def test_what_is_made_again_after_a_partition_is_lost_and_counted_to_its_end() -> None:

@@ -307,8 +307,7 @@ def test_an_app_that_has_trained_for_longer_than_it_declared_comes_to_bid_by_les
     assert bidders(excess=2.0) == (honest.app,), "9 over 2.5 is less than 4"
     assert bidders(excess=2.0, had_gpu_s=200.0) == (liar.app,), "it has had no more than twice what it declared"
     starts = replace(view, apps=(replace(liar, untrained=(50.0, 0.0)), honest))
-    policy = Themis(Settings(tenants_first=tenants_first))
-    assert policy.bidders(view) == (honest.app,), "by default it is held to that"
+    policy = Themis(Settings(tenants_first=tenants_first, excess=2.0))
     assert policy.bidders(starts) == (liar.app,), "starts are no training"
     outcomes = play(view, knobs=Settings(tenants_first=tenants_first, excess=2.0))
     assert "did not bid, its rho 3.6 (9 divided by 2.5, as it has trained for longer than it declared) being" in (

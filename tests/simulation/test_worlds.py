@@ -250,7 +250,7 @@ def break_gpu_time(world: World) -> None:
 
 def break_tenant(world: World) -> None:
     history = world.arbiter.core.state.history
-    history.lose(AppId("app3-1"), TenantId("red"), 5.0, world.now)
+    history.end(AppId("app3-1"), TenantId("red"), lost_gpu_s=5.0, starting_gpu_s=0.0, now=world.now)
     del history.apps[AppId("app3-1")]
 
 

@@ -99,21 +99,20 @@ def count(turn: Turn, task: Task) -> Task:
     if app is None:
         return task
     measured, counted = task.measured, task.counted
-    unsaved_s = measured.unsaved_s if _is_made_again(app, task) else 0.0
-    starting_s = max(0.0, min(measured.first_s, measured.ran_s - unsaved_s))
-    now = Toll(measured.ran_s, unsaved_s, starting_s=starting_s)
-    lost_s = max(0.0, now.lost_s - counted.lost_s)
+    lost_s = max(counted.lost_s, measured.unsaved_s if _is_made_again(app, task) else 0.0)
+    starting_s = max(counted.starting_s, min(measured.first_s, measured.ran_s - lost_s))
+    now = Toll(max(counted.ran_s, measured.ran_s), lost_s, starting_s=starting_s)
+    more_lost_s = now.lost_s - counted.lost_s
     new = Toll(
-        ran_s=max(0.0, now.ran_s - counted.ran_s),
-        lost_s=lost_s,
-        preempted_s=lost_s if _was_preempted(turn, task) else 0.0,
-        starting_s=max(0.0, now.starting_s - counted.starting_s),
+        ran_s=now.ran_s - counted.ran_s,
+        lost_s=more_lost_s,
+        preempted_s=more_lost_s if _was_preempted(turn, task) else 0.0,
+        starting_s=now.starting_s - counted.starting_s,
     )
     if new == Toll():
         return task
-    lost_gpu_s = new.lost_s * len(task.gpus)
-    turn.state.history.lose(app.id, app.tenant, lost_gpu_s, turn.now)
-    turn.state.history.start(app.id, app.tenant, new.starting_s * len(task.gpus), turn.now)
+    lost_gpu_s, starting_gpu_s = new.lost_s * len(task.gpus), new.starting_s * len(task.gpus)
+    turn.state.history.end(app.id, app.tenant, lost_gpu_s=lost_gpu_s, starting_gpu_s=starting_gpu_s, now=turn.now)
     if lost_gpu_s:
         devices = tuple(sorted(map(device_of, task.gpus)))
         turn.effects.append(LossRecord(task.id, turn.now, app.id, app.tenant, task.node, devices, lost_gpu_s))
@@ -131,9 +130,17 @@ def count(turn: Turn, task: Task) -> Task:
     return replace(task, counted=now)
 
 
+def starting_gpu_s(turn: Turn, app: AppId) -> float:
+    """Return the GPU-seconds of an app's starts that are not counted yet: those of attempts that go on."""
+    tasks = map(turn.state.tasks.__getitem__, turn.index.tasks[app])
+    return fsum(
+        max(0.0, task.measured.first_s - task.counted.starting_s) * len(task.gpus) for task in tasks if task.alive
+    )
+
+
 def _is_made_again(app: App, task: Task) -> bool:
     """Whether an attempt's unsaved work is to be done again, as its job goes on: a trial that was dropped does not."""
-    if task.outcome == "stopped":
+    if task.outcome in ("stopped", None):
         return app.active and any(job.id == task.job for job in app.jobs)
     return task.outcome != "finished"
 

@@ -21,6 +21,7 @@ from typing import Final
 
 from msgspec.structs import replace
 
+from arbiter.core.leases import preemption_budget
 from arbiter.core.state.model import App, Declared, State
 from arbiter.core.turn import Turn
 
@@ -74,4 +75,5 @@ def compare(turn: Turn, app: App) -> None:
 
 def _trained_gpu_s(turn: Turn, app: App) -> float:
     """Return the GPU-seconds in which an app has trained; while a node is lost, its GPUs do not count."""
-    return turn.state.history.of_app(app.id, turn.now).trained_gpu_s
+    standing = turn.state.history.of_app(app.id, turn.now)
+    return max(0.0, standing.trained_gpu_s - preemption_budget.starting_gpu_s(turn, app.id))

@@ -192,6 +192,8 @@ def _take_tasks(turn: Turn, node: Node, report: NodeReport) -> None:
         turn.state.tasks[task.id] = task
         turn.index.mark(task)
         _note_manners(turn, task)
+        if task.measured.first_s != (0.0 if known is None else known.measured.first_s):
+            turn.index.versions[task.app] += 1  # what its starts took is shown to policies
         if known is None or _news_of(known) != _news_of(task):
             turn.index.bind_task(task)
             turn.nodes.add(node.id)

@@ -226,7 +226,8 @@ def _look_at(
     held = leases.held(turn, app.id)
     only = seats.only(turn, app, guest_at)
     account = turn.state.history.apps.get(app.id) or AppAccount(app.tenant)
-    had, untrained = account.allocated, account.spent.untrained
+    had = account.allocated
+    untrained = account.spent.untrained(preemption_budget.starting_gpu_s(turn, app.id))
     return AppView(
         app=app.id,
         tenant=app.tenant,

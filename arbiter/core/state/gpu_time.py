@@ -141,19 +141,21 @@ class Spent(Struct, frozen=True):
 
     `draining` is of what it has had: from the end of a lease until the GPU was proven empty. `lost` likewise: what had
     to be done again, as attempts ended without having saved it. So is `starting`: what passed until the first
-    mini-batches of attempts that are over. `parked` is not: GPUs times the time in which jobs lay parked on them, while
-    they were free or others had them.
+    mini-batches of attempts that are over. `untrained` is the two together, but no more than what the app had trained
+    by then: a node that is cut off goes on without its GPUs counting as had, and then loses more than that. `parked` is
+    not of what it has had: GPUs times the time in which jobs lay parked on them, while they were free or others had
+    them.
     """
 
     draining: Flow = Flow()
     parked: Flow = Flow()
     lost_gpu_s: float = 0.0
     starting_gpu_s: float = 0.0
+    untrained_gpu_s: float = 0.0
 
-    @property
-    def untrained(self) -> Flow:
-        """What of the GPU time had was no training that counts: it passed while leaving or starting, or was lost."""
-        return replace(self.draining, total=self.draining.total + self.lost_gpu_s + self.starting_gpu_s)
+    def untrained(self, starting_gpu_s: float = 0.0) -> Flow:
+        """Return what of the GPU time had was no training, with so much of starts that are not counted yet."""
+        return replace(self.draining, total=self.draining.total + self.untrained_gpu_s + starting_gpu_s)
 
 
 class AppAccount(Struct, frozen=True):
@@ -196,11 +198,12 @@ class Standing(Struct, frozen=True):
     parked_gpu_s: float = 0.0
     lost_gpu_s: float = 0.0
     starting_gpu_s: float = 0.0
+    untrained_gpu_s: float = 0.0
 
     @property
     def trained_gpu_s(self) -> float:
-        """What of the GPU time had was training that counts."""
-        return max(0.0, self.allocated_gpu_s - self.draining_gpu_s - self.lost_gpu_s - self.starting_gpu_s)
+        """What of the GPU time had was training that counts, as far as attempts are over."""
+        return max(0.0, self.allocated_gpu_s - self.draining_gpu_s - self.untrained_gpu_s)
 
     @property
     def ltgf(self) -> float | None:
@@ -214,8 +217,16 @@ class Standing(Struct, frozen=True):
 
 
 def _standing(had_gpu_s: float, fair_gpu_s: float, other_gpu_s: float, spent: Spent, now: float) -> Standing:
-    draining_gpu_s, parked_gpu_s, starting_gpu_s = spent.draining.at(now), spent.parked.at(now), spent.starting_gpu_s
-    return Standing(had_gpu_s, fair_gpu_s, other_gpu_s, draining_gpu_s, parked_gpu_s, spent.lost_gpu_s, starting_gpu_s)
+    return Standing(
+        allocated_gpu_s=had_gpu_s,
+        fair_gpu_s=fair_gpu_s,
+        other_gpu_s=other_gpu_s,
+        draining_gpu_s=spent.draining.at(now),
+        parked_gpu_s=spent.parked.at(now),
+        lost_gpu_s=spent.lost_gpu_s,
+        starting_gpu_s=spent.starting_gpu_s,
+        untrained_gpu_s=spent.untrained_gpu_s,
+    )
 
 
 def ratio(allocated_gpu_s: float, fair_gpu_s: float) -> float | None:
@@ -316,35 +327,26 @@ class History(Struct):
         if gpus != before:
             self._spend(app, tenant, now, parked=gpus - before)
 
-    def lose(self, app: AppId, tenant: TenantId, gpu_s: float, now: float) -> None:
-        """So much of what an app has had has to be done again."""
-        if gpu_s:
-            self._spend(app, tenant, now, lost_gpu_s=gpu_s)
-
-    def start(self, app: AppId, tenant: TenantId, gpu_s: float, now: float) -> None:
-        """So much of what an app has had passed until first mini-batches."""
-        if gpu_s:
-            self._spend(app, tenant, now, starting_gpu_s=gpu_s)
+    def end(self, app: AppId, tenant: TenantId, *, lost_gpu_s: float, starting_gpu_s: float, now: float) -> None:
+        """An attempt is over: so much of what an app has had has to be done again, and so much were starts."""
+        if lost_gpu_s or starting_gpu_s:
+            untrained_gpu_s = min(lost_gpu_s + starting_gpu_s, self.of_app(app, now).trained_gpu_s)
+            self._spend(
+                app, tenant, now,
+                lost_gpu_s=lost_gpu_s, starting_gpu_s=starting_gpu_s, untrained_gpu_s=untrained_gpu_s,
+            )  # fmt: skip
 
     def _spend(
-        self,
-        app: AppId,
-        tenant: TenantId,
-        now: float,
-        *,
-        draining: float = 0.0,
-        parked: float = 0.0,
-        lost_gpu_s: float = 0.0,
-        starting_gpu_s: float = 0.0,
+        self, app: AppId, tenant: TenantId, now: float, *, draining: float = 0.0, parked: float = 0.0, **more: float
     ) -> None:
-        """Add to where the GPU time of an app went, and to its tenant's."""
+        """Add to where the GPU time of an app went, and to its tenant's; `more` are fields of `Spent`, GPU-seconds."""
 
         def added(spent: Spent) -> Spent:
-            return Spent(
-                spent.draining.changed(spent.draining.rate + draining, now) if draining else spent.draining,
-                spent.parked.changed(spent.parked.rate + parked, now) if parked else spent.parked,
-                spent.lost_gpu_s + lost_gpu_s,
-                spent.starting_gpu_s + starting_gpu_s,
+            return replace(
+                spent,
+                draining=spent.draining.changed(spent.draining.rate + draining, now) if draining else spent.draining,
+                parked=spent.parked.changed(spent.parked.rate + parked, now) if parked else spent.parked,
+                **{name: getattr(spent, name) + gpu_s for name, gpu_s in more.items()},
             )
 
         account = self.apps.get(app) or AppAccount(tenant)

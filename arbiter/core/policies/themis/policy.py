@@ -15,9 +15,10 @@ a site with one tenant the setting has no effect.
 
 The rho that an app tells decides whether it bids, and the less it says that it takes in all, the greater is its rho. So
 an app that has trained for more than `excess` times the GPU time that it declared comes to bid by a rho that is as many
-times less. The auction itself is the same, if all rho of a bid are so many times greater. Training is what node agents
-measured: without starts, leaving and what was lost (`View.trained_gpu_s`), of which an honest search of short trials
-has more than of training.
+times less. The auction itself is the same, if all rho of a bid are so many times greater. Training is GPU time without
+starts, leaving and what was lost, as node agents measured these (`View.trained_gpu_s`): an honest search of short
+trials has more of them than of training. By default no app is held to what it declared: an elastic job that loses speed
+on many GPUs, and a job that lies far apart, may train for several times that.
 
 An app whose leases end comes by a rho that is `renewal_factor` times as great, for `STAY` leases after it got its GPUs.
 Where apps are about equally badly off, one would otherwise stop another at the end of each lease, and a later round
@@ -95,7 +96,7 @@ class Settings(PolicySettings, frozen=True):
     tenants_first: bool = True  #: GPUs are split among tenants first, and auctioned within each one's part (ours)
     #: An app that has trained for so many times the GPU time that it declared bids later, as if its rho were less.
     #: inf: none does.
-    excess: float = 2.0
+    excess: float = math.inf
     #: An app that waits so long for its first GPUs comes before the auctions. inf: none does.
     start_within_s: float = 3600.0
     #: The rho of an app that got GPUs in play less than `STAY` leases ago counts so many times, so that an app that is
