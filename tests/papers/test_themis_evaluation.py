@@ -74,6 +74,18 @@ def test_a_ratio_that_no_scheduler_can_reach_is_said_to_be_impossible(known: dic
     assert themis.ratio_claim(case, "srtf", (0,)).verdict == "**missed**", "2.3 over the floor, 1.53 over themis"
 
 
+def test_the_greatest_rho_and_the_gpu_time_of_others_are_told_over_those_of_themis(
+    known: dict[Case, Figures],
+) -> None:
+    case = themis.base(SMALL, kind=2, contention=4)
+    for seed, ours, theirs in ((3, 1.0, 3.0), (4, 2.0, 2.0)):
+        known[replace(case, seed=seed)] = figures(ours, 900.0)
+        known[replace(case, seed=seed, policy="las")] = figures(theirs, 1000.0)
+    table = themis.over_themis("over themis", case, {"las": replace(case, policy="las")}, (3, 4))
+    ((name, ratio, saved),) = table.rows
+    assert (name, ratio.partition(" ")[0], saved.partition(" ")[0]) == ("las", "2.00", "10.0")
+
+
 @pytest.mark.parametrize(("theirs", "met"), [(1.10, True), (1.04, False)])
 def test_gpu_time_is_compared_with_ours(known: dict[Case, Figures], theirs: float, met: bool) -> None:
     case = themis.base(SMALL, kind=2)
