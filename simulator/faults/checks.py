@@ -611,6 +611,11 @@ class Checks:
             account = history.apps.get(app)
             told = self._accounts[app] if account is None else history.of_app(app, now)
             had = _gpu_time(told)
+            if (
+                isinstance(told, Standing)
+                and told.draining_gpu_s + told.untrained_gpu_s > had["had"] + GPU_TIME_SLACK_S
+            ):
+                raise Violation(f"{app} left, started or lost for longer than it had GPUs: {told}", app)
             _add(tenants[self._accounts[app].tenant if account is None else account.tenant], had)
             _agree(f"{app} and its leases", {key: had[key] for key in ("had", "draining")}, leases[app], app)
             _agree(

@@ -248,6 +248,12 @@ def break_gpu_time(world: World) -> None:
     history.apps[APP] = replace(account, allocated=replace(account.allocated, total=account.allocated.total + 3.0))
 
 
+def break_training(world: World) -> None:
+    history = world.arbiter.core.state.history
+    account = history.apps[APP]
+    history.apps[APP] = replace(account, spent=replace(account.spent, untrained_gpu_s=account.allocated.at(9e9)))
+
+
 def break_tenant(world: World) -> None:
     history = world.arbiter.core.state.history
     history.end(AppId("app3-1"), TenantId("red"), lost_gpu_s=5.0, starting_gpu_s=0.0, now=world.now)
@@ -283,6 +289,7 @@ def break_ownership_by_two(world: World) -> None:
         (break_work, "s of work were counted, and it has 200"),
         (break_finish, "counts as finished and is not"),
         (break_gpu_time, "app1-1 and its leases differ in GPU time had"),
+        (break_training, "app1-1 left, started or lost for longer than it had GPUs"),
         (break_tenant, "red and its apps differ in GPU time lost: 5.000 s and 0.000 s"),
     ],
 )
