@@ -256,7 +256,7 @@ def break_training(world: World) -> None:
 
 def break_tenant(world: World) -> None:
     history = world.arbiter.core.state.history
-    history.end(AppId("app3-1"), TenantId("red"), lost_gpu_s=5.0, starting_gpu_s=0.0, now=world.now)
+    history.end_attempt(AppId("app3-1"), TenantId("red"), lost_gpu_s=5.0, starting_gpu_s=0.0, now=world.now)
     del history.apps[AppId("app3-1")]
 
 

@@ -112,7 +112,9 @@ def count(turn: Turn, task: Task) -> Task:
     if new == Toll():
         return task
     lost_gpu_s, starting_gpu_s = new.lost_s * len(task.gpus), new.starting_s * len(task.gpus)
-    turn.state.history.end(app.id, app.tenant, lost_gpu_s=lost_gpu_s, starting_gpu_s=starting_gpu_s, now=turn.now)
+    turn.state.history.end_attempt(
+        app.id, app.tenant, lost_gpu_s=lost_gpu_s, starting_gpu_s=starting_gpu_s, now=turn.now
+    )
     if lost_gpu_s:
         devices = tuple(sorted(map(device_of, task.gpus)))
         turn.effects.append(LossRecord(task.id, turn.now, app.id, app.tenant, task.node, devices, lost_gpu_s))

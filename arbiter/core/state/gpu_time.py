@@ -327,7 +327,9 @@ class History(Struct):
         if gpus != before:
             self._spend(app, tenant, now, parked=gpus - before)
 
-    def end(self, app: AppId, tenant: TenantId, *, lost_gpu_s: float, starting_gpu_s: float, now: float) -> None:
+    def end_attempt(
+        self, app: AppId, tenant: TenantId, *, lost_gpu_s: float, starting_gpu_s: float, now: float
+    ) -> None:
         """An attempt is over: so much of what an app has had has to be done again, and so much were starts."""
         if lost_gpu_s or starting_gpu_s:
             untrained_gpu_s = min(lost_gpu_s + starting_gpu_s, self.of_app(app, now).trained_gpu_s)

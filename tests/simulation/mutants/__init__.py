@@ -344,12 +344,12 @@ def a_gpu_that_is_being_left_counts_for_nobody() -> Iterator[None]:
 
 @mutant
 def what_an_app_has_lost_is_not_its_tenants() -> Iterator[None]:
-    def end(self: Any, app: Any, _tenant: Any, *, lost_gpu_s: float, starting_gpu_s: float, now: float) -> None:
+    def end_attempt(self: Any, app: Any, _tenant: Any, *, lost_gpu_s: float, starting_gpu_s: float, now: float) -> None:
         account = self.apps[app]
         lost_gpu_s += account.spent.lost_gpu_s
         self.apps[app] = replace(account, spent=replace(account.spent, lost_gpu_s=lost_gpu_s))
 
-    with patch.object(History, "end", end):
+    with patch.object(History, "end_attempt", end_attempt):
         yield
 
 

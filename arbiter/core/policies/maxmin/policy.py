@@ -244,7 +244,7 @@ def _figures(view: View) -> _Told:
     return _Told(*rows.reshape(-1, len(_Told._fields)).T)
 
 
-def _until(view: View, name: str) -> Figures:
+def _gpu_seconds(view: View, name: str) -> Figures:
     """Return the GPU-seconds that each app has by now of what `AppView` has under `name`."""
     pairs = np.array([getattr(app, name) for app in view.apps], dtype=np.float64).reshape(-1, 2)
     return pairs[:, 0] + pairs[:, 1] * view.now
@@ -264,7 +264,7 @@ def _works(view: View, told: _Told, gpus: int, settings: Settings) -> tuple[Work
     # A search asks for few GPUs while the last jobs of a phase run, and for many in the next one.
     width = np.clip(np.where(wide, told.shown, np.maximum(told.demand_max, told.demand_held)), 1.0, gpus)
     had = told.served_gpu_s + told.leases * view.now - told.granted_sum
-    trained = np.maximum(0.0, _until(view, "allocated") - _until(view, "untrained"))
+    trained = np.maximum(0.0, _gpu_seconds(view, "allocated") - _gpu_seconds(view, "untrained"))
     since = view.now - told.left_at
     silent = np.isnan(told.left_gpu_s)
     guess = np.maximum(had, view.lease_s * told.gang)
