@@ -244,6 +244,33 @@ def test_what_was_lost_with_a_node_stays_lost_when_the_node_comes_back_and_was_n
     assert (of(site, "ana-1").lost_gpu_s, of(site, "ana-1").starting_gpu_s) == (20.0, 2.0)
 
 
+def test_figures_of_an_attempt_that_fall_take_nothing_back() -> None:
+    """A node agent that was restarted may not know when the first mini-batch of a process was."""
+    site, gpu = a_running_app()
+    tell(site, gpu, measured=replace(measured(20.0, 5.0), first_s=8.0))
+    site.wait(35.0)
+    again = wish("ana-1", 0, [], attempt=1)
+    site.app("ana-1", demand=3, jobs=[again])
+    for first_s in (8.0, 0.0):
+        tell(site, gpu, measured=replace(measured(20.0, 5.0), first_s=first_s))
+        assert trained_as_shown(site) == [of(site, "ana-1").trained_gpu_s], "the start is counted already"
+    tell(site, gpu, "exited", outcome="preempted", measured=measured(3.0, 3.0))
+    assert (of(site, "ana-1").lost_gpu_s, of(site, "ana-1").starting_gpu_s) == (5.0, 8.0)
+    toll = site.arbiter.state.apps[AppId("ana-1")].tolls[again.job]
+    assert (toll.ran_s, toll.lost_s, toll.starting_s) == (20.0, 5.0, 8.0)
+
+
+def test_the_start_of_an_attempt_that_was_lost_whole_is_taken_off_once() -> None:
+    site, gpu = a_running_app()
+    site.wait(20.0)
+    site.app("ana-1", demand=3, jobs=[wish("ana-1", 0, [gpu])])
+    figures = replace(measured(15.0, 15.0), first_s=8.0)
+    tell(site, gpu, measured=figures)
+    tell(site, gpu, "exited", outcome="failed", exit_code=1, measured=figures)
+    assert of(site, "ana-1").lost_gpu_s == 15.0
+    assert trained_as_shown(site) == [of(site, "ana-1").trained_gpu_s] == [5.0]
+
+
 def test_a_node_that_is_lost_takes_nothing_from_an_app_that_is_cancelled() -> None:
     site, gpu = a_running_app()
     tell(site, gpu, measured=measured(20.0, 20.0))
