@@ -21,8 +21,11 @@ FULL_SITES := 200
 TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
+# With it, each of the many processes that tests start would compile all that it imports anew: half of a daemon's start.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup packages loops broker store browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds standbys sums forged reasons dryruns attacks idioms bench gpu papers full docs lock wheels deb clean
+.PHONY: help setup packages loops broker store browser prometheus demo lab test plain pure system clock alone format lint types contracts check worlds spare standbys sums forged reasons dryruns attacks idioms bench gpu papers full docs lock wheels deb clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -126,10 +129,14 @@ docs: $(READY) ## the pages as a site, out/docs/index.html; every link and ancho
 	$(BIN)/mkdocs build --strict
 
 check: ## format, lint, types, import contracts, pages, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+prometheus loops+types+lint+contracts+docs+plain pure system clock alone worlds
+	@$(PYTHON) scripts/parts.py packages+prometheus loops+types+lint+contracts+docs+plain pure system,clock+spare alone
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
+
+# Beside tests that mostly wait: worlds take what these leave of the cores.
+spare:
+	nice -n 19 $(MAKE) --no-print-directory worlds
 
 standbys: $(LOOPS) ## STANDBYS (10000) such sites in which a second arbiter takes over, from SEED on
 	$(BIN)/gpu-arbiter worlds --standby --count $(STANDBYS) --seed $(SEED)

@@ -1,6 +1,7 @@
 """Run parts of `make check` and tell at the end where the time went, also when a part fails.
 
-Usage: parts.py PART [PART ...]. A part is a make target. Parts joined by "+" run two at a time. After a part that fails
+Usage: parts.py GROUP [GROUP ...]. A part is a make target. A group is one part, or several joined by "+", which run two
+at a time; those joined by "," run one after the other: of `a,b+c`, c runs beside a and then b. After a part that fails
 no other begins. Needs no packages, since it starts before there is a virtual environment.
 """
 
@@ -67,18 +68,25 @@ class Part:
         ]
 
 
-def run_group(names: list[str], times: Path, parts: list[Part]) -> bool:
-    """Run these parts, two at a time; return whether all passed."""
-    waiting, running = list(names), {}
+def run_group(group: str, times: Path, parts: list[Part]) -> bool:
+    """Run the parts of this group, two at a time; return whether all passed."""
+    waiting = [chain.split(",") for chain in group.split("+")]
+    running: dict[int, tuple[Part, list[str]]] = {}
+    aside = len(waiting) > 1
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
-            part = Part(waiting.pop(0), times, aside=len(names) > 1)
+            name, *rest = waiting.pop(0)
+            part = Part(name, times, aside=aside)
             parts.append(part)
-            running[part.process.pid] = part
+            running[part.process.pid] = part, rest
         pid, status, usage = os.wait3(0)
-        if part := running.pop(pid, None):
+        if pid in running:
+            part, rest = running.pop(pid)
             part.end(status, usage.ru_utime + usage.ru_stime)
-            waiting = [] if part.code else waiting
+            if any(part.code for part in parts):
+                waiting = []
+            elif rest:
+                waiting.insert(0, rest)
     return all(part.code == 0 for part in parts)
 
 
@@ -95,12 +103,12 @@ def table(parts: list[Part], wall_s: float) -> str:
 
 
 def main(groups: list[str]) -> int:
-    """Run the groups of parts up to the first that fails; return 0 if all passed."""
+    """Run the groups up to the first with a part that fails; return 0 if all passed."""
     began = time.monotonic()
     parts: list[Part] = []
     with tempfile.TemporaryDirectory() as times:
         try:
-            passed = all(run_group(group.split("+"), Path(times), parts) for group in groups)
+            passed = all(run_group(group, Path(times), parts) for group in groups)
         finally:
             sys.stdout.write(table(parts, time.monotonic() - began) + "\n")
     return 0 if passed else 1
