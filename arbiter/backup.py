@@ -27,7 +27,7 @@ from msgspec import Struct
 
 from arbiter.config import JOURNAL, LEDGER, ArbiterConfig, database_url
 from arbiter.core.arbiter import Arbiter, Event
-from arbiter.ledger import TIMES, Ledger, columns_of_tables
+from arbiter.ledger import TIMES, Ledger, bits_of, columns_of_tables
 from arbiter.tables import Row
 from protocol import previous_version
 from protocol.journal import JournalError, checked, checksum, compare, digest, numbers
@@ -49,7 +49,7 @@ JOURNAL_COLUMNS: Mapping[str, Sequence[str]] = {
 #: Facts of one store that another one must not take over.
 OWN_FACTS = ("epoch", "starts", "restored")
 #: Tables, each after its part, that stores and backups of earlier versions lack; they have no rows there.
-LATE = frozenset({("ledger", "sites")})
+LATE = frozenset({("ledger", "sites"), ("ledger", "app_rounds")})
 _SCHEMA = """
 CREATE TABLE about (one INTEGER PRIMARY KEY, document BLOB NOT NULL);
 CREATE TABLE journal_events (seq INTEGER PRIMARY KEY, now REAL NOT NULL, event BLOB NOT NULL, sum INTEGER);
@@ -197,8 +197,13 @@ def _up_to(at: float, table: str, columns: Sequence[str], rows: Iterator[Row], l
     """Leave out the records of events that are not in the backup; `later` gathers their rounds."""
     time_column = columns.index(TIMES[table]) if table in TIMES else None
     round_column = columns.index("round") if "round" in columns else None
+    gone = bits_of(later) if table == "app_rounds" else {}
     for row in rows:
-        if time_column is not None and row[time_column] > at:
+        if table == "app_rounds":
+            app, block, bits = row
+            if bits := bits & ~gone.get(block, 0):
+                yield app, block, bits
+        elif time_column is not None and row[time_column] > at:
             if table == "rounds":
                 later.add(row[0])
         elif round_column is None or row[round_column] not in later:

@@ -13,8 +13,8 @@ user, or in the same database.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from math import inf
@@ -47,7 +47,9 @@ from protocol.messages import AppId, EventFilter, GpuId, NodeId, TenantId
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS rounds (round {COUNT} PRIMARY KEY, at {NUMBER} NOT NULL, record {BYTES} NOT NULL);
-CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round)) {KEY_ONLY};
+CREATE TABLE IF NOT EXISTS app_rounds (app TEXT NOT NULL, block {COUNT} NOT NULL, bits {COUNT} NOT NULL,
+                                       PRIMARY KEY (app, block)) {SHORT_ROWS};
+CREATE TABLE IF NOT EXISTS outcomes (app TEXT NOT NULL, round {COUNT} NOT NULL, PRIMARY KEY (app, round)) {SHORT_ROWS};
 CREATE TABLE IF NOT EXISTS inputs (round {COUNT} PRIMARY KEY, packed {BYTES} NOT NULL);
 CREATE TABLE IF NOT EXISTS claims (app TEXT NOT NULL, round {COUNT} NOT NULL, what TEXT NOT NULL,
                                    claimed {NUMBER} NOT NULL, measured {NUMBER} NOT NULL, ratio {NUMBER} NOT NULL,
@@ -77,6 +79,7 @@ CREATE TABLE IF NOT EXISTS events (id {IDENTITY}, number {COUNT} NOT NULL, at {N
                                    record {BYTES} NOT NULL, UNIQUE (at, number));
 CREATE TABLE IF NOT EXISTS sites (site TEXT PRIMARY KEY);
 CREATE INDEX IF NOT EXISTS rounds_by_time ON rounds (at);
+CREATE INDEX IF NOT EXISTS app_rounds_by_block ON app_rounds (block);
 CREATE INDEX IF NOT EXISTS outcomes_by_round ON outcomes (round);
 CREATE INDEX IF NOT EXISTS claims_by_round ON claims (round);
 CREATE INDEX IF NOT EXISTS leases_by_end ON leases ("end");
@@ -112,7 +115,11 @@ INSERT INTO stretches
 """
 }
 #: The tables that came last: a ledger that has them has all.
-_NEWEST = {"stretches", "losses", "standings"}
+_NEWEST = {"stretches", "losses", "standings", "app_rounds"}
+
+#: Rounds in a row of `app_rounds`, a bit for each that speaks of the app: round n is bit n % BLOCK of block n // BLOCK.
+#: Versions before that wrote a row of `outcomes` for each; on a site of a thousand apps that was most of the ledger.
+BLOCK = 32
 
 #: Rounds whose inputs are kept, the newest: one has less than 100 kB of a thousand apps, whatever kind they name.
 INPUTS_MAX = 8
@@ -208,7 +215,12 @@ _INSERT_ROUND = """
 INSERT INTO rounds (round, at, record) VALUES (?, ?, ?)
 ON CONFLICT (round) DO UPDATE SET at = excluded.at, record = excluded.record
 """
-_INSERT_OUTCOME = "INSERT INTO outcomes (app, round) VALUES (?, ?) ON CONFLICT DO NOTHING"
+_INSERT_BITS = """
+INSERT INTO app_rounds (app, block, bits) VALUES (?, ?, ?)
+ON CONFLICT (app, block) DO UPDATE SET bits = app_rounds.bits | excluded.bits
+"""
+_KEEP_BITS = "UPDATE app_rounds SET bits = bits & ? WHERE block = ? AND bits <> bits & ?"
+_DELETE_EMPTY = "DELETE FROM app_rounds WHERE block = ? AND bits = 0"
 _INSERT_CLAIM = """
 INSERT INTO claims (app, round, what, claimed, measured, ratio, source, confidence) VALUES (?, ?, ?, ?, ?, ?, ?, ?)
 ON CONFLICT DO NOTHING
@@ -339,6 +351,7 @@ class Ledger:
         rounds = self._tables.read("SELECT round FROM rounds WHERE at < ? ORDER BY at LIMIT ?", (before, most))
         of_round = ("outcomes", "claims", "inputs", "rounds")
         gone: list[Statement] = [(f"DELETE FROM {table} WHERE round = ?", rounds) for table in of_round]  # noqa: S608
+        gone += _without(round_ for (round_,) in rounds)
         for table, key, at in _AGED:
             query = f'SELECT {", ".join(key)} FROM {table} WHERE "{at}" < ? ORDER BY "{at}" LIMIT ?'  # noqa: S608
             rows = self._tables.read(query, (before, most))
@@ -394,14 +407,24 @@ class Ledger:
 
     def rounds(self, *, limit: int, offset: int = 0, app: AppId | None = None) -> Sequence[RoundRecord]:
         """Return `limit` rounds, newest first, without the newest `offset`; with `app`, those that speak of it."""
-        query = "SELECT record FROM rounds ORDER BY round DESC LIMIT ? OFFSET ?"
-        of_app = (
-            "SELECT record FROM rounds JOIN outcomes USING (round) WHERE app = ? ORDER BY round DESC LIMIT ? OFFSET ?"
-        )
-        page = (limit, offset)
-        rows = self._tables.read(query, page) if app is None else self._tables.read(of_app, (app, *page))
+        if app is None:
+            rows = self._tables.read("SELECT record FROM rounds ORDER BY round DESC LIMIT ? OFFSET ?", (limit, offset))
+        else:
+            numbers = self._rounds_of(app, offset + limit)[offset:]
+            among = ", ".join("?" * len(numbers))
+            query = f"SELECT record FROM rounds WHERE round IN ({among}) ORDER BY round DESC"  # noqa: S608 - our words
+            rows = self._tables.read(query, numbers) if numbers else []
         with self._reading():
             return [compression.from_bytes(packed, RoundRecord) for (packed,) in rows]
+
+    def _rounds_of(self, app: AppId, limit: int) -> list[int]:
+        """Return the numbers of the newest `limit` rounds that speak of an app, newest first."""
+        blocks = "SELECT block, bits FROM app_rounds WHERE app = ? ORDER BY block DESC LIMIT ?"
+        before = "SELECT round FROM outcomes WHERE app = ? ORDER BY round DESC LIMIT ?"
+        numbers = {round_ for (round_,) in self._tables.read(before, (app, limit))}
+        for block, bits in self._tables.read(blocks, (app, limit)):
+            numbers.update(block * BLOCK + bit for bit in range(BLOCK) if bits >> bit & 1)
+        return sorted(numbers, reverse=True)[:limit]
 
     def rounds_after(self, at: float) -> Sequence[RoundRecord]:
         """Return the rounds that began after that time, oldest first."""
@@ -605,6 +628,14 @@ class Ledger:
         return [LeaseRecord(*row) for row in self._tables.read(query, (limit, offset))]
 
 
+def bits_of(rounds: Iterable[int]) -> dict[int, int]:
+    """Return the bits that stand for these rounds, by block."""
+    bits = defaultdict[int, int](int)
+    for number in rounds:
+        bits[number // BLOCK] |= 1 << number % BLOCK
+    return dict(bits)
+
+
 def columns_of_tables() -> dict[str, list[str]]:
     """Return the columns of each table of a ledger, for those who copy one."""
     tables = SqliteTables(":memory:", _SCHEMA, _ADDED, {})
@@ -644,6 +675,7 @@ def _statements(record: Record) -> list[Statement]:
 
 
 def _of_round(record: RoundRecord) -> list[Statement]:
+    (of_round,) = bits_of([record.round]).items()
     claims = [
         (each.app, record.round, each.what, each.claimed, each.measured, each.ratio, each.source, each.confidence)
         for each in record.claims
@@ -651,10 +683,18 @@ def _of_round(record: RoundRecord) -> list[Statement]:
     return [
         # A journal that has lost its end counts some rounds again: what was said of the lost ones goes.
         *((f"DELETE FROM {table} WHERE round = ?", [(record.round,)]) for table in ("outcomes", "claims")),  # noqa: S608
+        *_without([record.round]),
         (_INSERT_ROUND, [(record.round, record.at, compression.to_bytes(record))]),
-        (_INSERT_OUTCOME, [(outcome.app, record.round) for outcome in record.outcomes]),
+        (_INSERT_BITS, [(outcome.app, *of_round) for outcome in record.outcomes]),
         (_INSERT_CLAIM, claims),
     ]
+
+
+def _without(rounds: Iterable[int]) -> list[Statement]:
+    """Return the statements by which these rounds speak of no app."""
+    kept = [(2**BLOCK - 1 ^ bits, block) for block, bits in bits_of(rounds).items()]
+    others = [(bits, block, bits) for bits, block in kept]
+    return [(_KEEP_BITS, others), (_DELETE_EMPTY, [(block,) for _bits, block in kept])]
 
 
 def _stretch(row: tuple[Any, ...]) -> StretchRecord:

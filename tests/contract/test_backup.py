@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +16,7 @@ from arbiter.core.arbiter import Arbiter, Event
 from arbiter.core.effects import LossRecord, Record, StretchRecord
 from arbiter.core.state.gpu_time import Standing
 from arbiter.daemon import _restore
-from arbiter.ledger import Ledger
+from arbiter.ledger import BLOCK, Ledger
 from protocol.journal import Deposed, Journal, JournalError, checksum
 from protocol.journal.database import as_taken
 from protocol.journal.postgres import PostgresJournal
@@ -89,7 +90,7 @@ def filled(place: Place, *, snapshots: int = 2) -> tuple[Journal[Event], Ledger,
     return journal, ledger, arbiter
 
 
-def told(ledger: Ledger) -> list[object]:
+def told(ledger: Ledger) -> list[Any]:
     return [
         ledger.rounds(limit=99),
         ledger.leases(limit=99),
@@ -127,10 +128,13 @@ def test_records_of_events_that_the_backup_has_not_are_left_out(place: Place, fi
     """They would be told beside what is decided anew, under the same numbers."""
     journal, ledger, _arbiter = filled(place)
     now, known = journal.last_now, told(ledger)
+    newest = known[0][0].round
+    assert (newest + 1) % BLOCK
     later = msgspec.structs.replace
     with closing(journal), closing(ledger):
         for record in (
             later(ROUND, round=900, at=now + 1.0),
+            later(known[0][0], round=newest + 1, at=now + 1.0),  # of the same apps, and in a block with earlier ones
             later(LEASE, end=now + 1.0),
             later(APP, app="bob-9", ended_at=now + 1.0),
             happened(950, now + 1.0),
@@ -140,7 +144,11 @@ def test_records_of_events_that_the_backup_has_not_are_left_out(place: Place, fi
             ledger.used()  # a question has it write them, as a commit would
         backups.write(place.config, file, program=PROGRAM)
     with closing(backups.Backup(file, program=PROGRAM)) as backup:
-        assert [row[0] for row in backup.rows("ledger", "outcomes", ("round",)) if row[0] == 900] == []
+        rows = list(backup.rows("ledger", "app_rounds", ("app", "block", "bits")))
+        assert all(bits for _app, _block, bits in rows)
+        assert {(app, BLOCK * block + bit) for app, block, bits in rows for bit in range(BLOCK) if bits >> bit & 1} == {
+            (each.app, record.round) for record in known[0] for each in record.outcomes
+        }
         assert [row for row in backup.rows("ledger", "leases", ("lease",)) if row[0] == LEASE.lease] == []
         assert [row for row in backup.rows("ledger", "apps", ("app",)) if row[0] == "bob-9"] == []
         numbers = [number for (number,) in backup.rows("ledger", "events", ("number",))]

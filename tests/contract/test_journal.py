@@ -30,7 +30,7 @@ from arbiter.core.effects import Failure as PolicyFailure
 from arbiter.core.seam import Outcome
 from arbiter.core.state.gpu_time import Standing
 from arbiter.core.state.model import Claim
-from arbiter.ledger import Ledger
+from arbiter.ledger import BLOCK, Ledger
 from protocol.journal import Deposed, Journal, JournalError, LostEnd, NewerStore, StoreAway, digest, numbers
 from protocol.journal.database import LIMIT_S
 from protocol.journal.postgres import PostgresJournal
@@ -132,6 +132,12 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def database(request: pytest.FixtureRequest) -> Iterator[DatabaseStore]:
     yield from _database(request)
+
+
+@pytest.fixture
+def ledger(store: Store) -> Iterator[Ledger]:
+    with closing(leading(store)) as journal, closing(store.ledger(journal)) as opened:
+        yield opened
 
 
 def _database(request: pytest.FixtureRequest) -> Iterator[DatabaseStore]:
@@ -577,12 +583,51 @@ def test_the_record_of_a_round_of_a_thousand_apps_takes_a_fraction_of_its_size(t
     assert len(stored(path, 1)) < len(msgspec.msgpack.encode(record)) / 5
 
 
-def test_a_new_file_has_each_row_once_that_says_which_round_speaks_of_which_app(tmp_path: Path) -> None:
-    path = tmp_path / "ledger.db"
-    Ledger(path).close()
+def test_a_row_says_of_an_app_and_many_rounds_which_of_them_speak_of_it_and_a_new_file_has_it_once(
+    tmp_path: Path,
+) -> None:
+    path, rounds = tmp_path / "ledger.db", 3 * BLOCK
+    with closing(Ledger(path)) as ledger:
+        for number in range(rounds):
+            ledger.write(replace(ROUND, round=number))
+        assert [each.round for each in ledger.rounds(limit=rounds, app=ANA)] == list(reversed(range(rounds)))
     no_rowid = pytest.raises(sqlite3.OperationalError, match="no such column: rowid")
-    with closing(sqlite3.connect(path)) as database, no_rowid:
-        database.execute("SELECT rowid FROM outcomes")
+    with closing(sqlite3.connect(path)) as database:
+        assert database.execute("SELECT count(*) FROM app_rounds WHERE app = ?", (ANA,)).fetchall() == [(3,)]
+        with no_rowid:
+            database.execute("SELECT rowid FROM app_rounds")
+
+
+def test_rounds_of_an_app_are_found_among_those_that_do_not_speak_of_it(ledger: Ledger) -> None:
+    bob, numbers = AppId("bob-1"), [1, 31, 32, 63, 64, 200]
+    for number in range(201):
+        told = replace(ROUND.outcomes[0], app=bob if number in numbers else ANA)
+        ledger.write(replace(ROUND, round=number, outcomes=(told,)))
+    assert [each.round for each in ledger.rounds(limit=9, app=bob)] == numbers[::-1]
+    assert [each.round for each in ledger.rounds(limit=2, offset=1, app=bob)] == [64, 63]
+    assert ledger.rounds(limit=2, offset=6, app=bob) == []
+
+
+def test_a_round_that_is_counted_again_speaks_only_of_the_apps_that_it_has_then(ledger: Ledger) -> None:
+    """A journal that has lost its end counts some rounds again."""
+    bob = AppId("bob-1")
+    ledger.write(replace(ROUND, round=5), replace(ROUND, round=6))
+    again = replace(ROUND, round=6, outcomes=(replace(ROUND.outcomes[0], app=bob),))
+    for _ in range(2):
+        ledger.write(again)
+        assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [5]
+        assert ledger.rounds(limit=9, app=bob) == [again]
+
+
+def test_rounds_that_the_version_before_wrote_of_an_app_are_found_until_they_are_counted_again(ledger: Ledger) -> None:
+    """It wrote a row for each round and app."""
+    ledger.write(*(replace(ROUND, round=number, outcomes=()) for number in (1, 2, 3)))
+    ledger._tables.write(("INSERT INTO outcomes (app, round) VALUES (?, ?)", [(ANA, 1), (ANA, 3)]))
+    ledger.write(replace(ROUND, round=4))
+    assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [4, 3, 1]
+    assert [each.round for each in ledger.rounds(limit=2, app=ANA)] == [4, 3]
+    ledger.write(replace(ROUND, round=3, outcomes=()))
+    assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [4, 1]
 
 
 def test_rounds_that_the_version_before_wrote_are_read_beside_those_of_today(tmp_path: Path) -> None:
