@@ -18,6 +18,8 @@ STANDBYS ?= 10000
 # Of these, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
+# Worlds of `make check`.
+CHECK_WORLDS := 200
 TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
 
@@ -129,14 +131,14 @@ docs: $(READY) ## the pages as a site, out/docs/index.html; every link and ancho
 	$(BIN)/mkdocs build --strict
 
 check: ## format, lint, types, import contracts, pages, tests, fault worlds: what CI runs; prints where the time went
-	@$(PYTHON) scripts/parts.py packages+prometheus loops+types+lint+contracts+docs+plain pure system,clock+spare alone
+	@$(PYTHON) scripts/parts.py packages+prometheus loops,pure+types,lint,contracts,docs,plain system,clock+spare alone
 
 worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe may happen, all that can finish must
 	$(BIN)/gpu-arbiter worlds --count $(N) --seed $(SEED)
 
 # Beside tests that mostly wait: worlds take what these leave of the cores.
 spare:
-	nice -n 19 $(MAKE) --no-print-directory worlds
+	nice -n 19 $(MAKE) --no-print-directory worlds N=$(CHECK_WORLDS)
 
 standbys: $(LOOPS) ## STANDBYS (10000) such sites in which a second arbiter takes over, from SEED on
 	$(BIN)/gpu-arbiter worlds --standby --count $(STANDBYS) --seed $(SEED)
