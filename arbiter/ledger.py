@@ -334,9 +334,7 @@ class Ledger:
         self._tables.write((_INSERT_SITE, [(site,)]))
 
     def sites(self) -> AbstractSet[str]:
-        """Return the ids of the site of which it tells; none if an arbiter of an older version has written it."""
-        if "sites" not in self._tables.names():
-            return frozenset()
+        """Return the ids of the site of which it tells; none if only arbiters of older versions have written it."""
         return frozenset(site for (site,) in self._tables.read("SELECT site FROM sites"))
 
     def forget_unwritten(self) -> None:

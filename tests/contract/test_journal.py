@@ -530,13 +530,14 @@ def test_a_ledger_is_read_beside_its_arbiter_and_not_written(store: Store) -> No
         assert ledger.stretches_of(ANA) == [stretch("l1", 0.0, 60.0)]
 
 
-def test_a_ledger_that_is_not_there_or_older_is_not_read(store: Store) -> None:
+@pytest.mark.parametrize("newest", ["standings", "app_rounds"])
+def test_a_ledger_that_is_not_there_or_older_is_not_read(store: Store, newest: str) -> None:
     with closing(leading(store)) as journal:
         with pytest.raises(JournalError, match=r"no ledger"):
             Ledger.reader(store.ledger_place)
         with closing(store.ledger(journal)):
             pass
-    store.drop("standings")
+    store.drop(newest)
     with pytest.raises(JournalError, match="of an older arbiter, or no ledger; start an arbiter of this version"):
         Ledger.reader(store.ledger_place)
 
@@ -608,15 +609,28 @@ def test_rounds_of_an_app_are_found_among_those_that_do_not_speak_of_it(ledger: 
     assert ledger.rounds(limit=2, offset=6, app=bob) == []
 
 
-def test_a_round_that_is_counted_again_speaks_only_of_the_apps_that_it_has_then(ledger: Ledger) -> None:
+@pytest.mark.parametrize("number", [0, 6, BLOCK - 1, BLOCK])
+def test_a_round_that_is_counted_again_speaks_only_of_the_apps_that_it_has_then(ledger: Ledger, number: int) -> None:
     """A journal that has lost its end counts some rounds again."""
     bob = AppId("bob-1")
-    ledger.write(replace(ROUND, round=5), replace(ROUND, round=6))
-    again = replace(ROUND, round=6, outcomes=(replace(ROUND.outcomes[0], app=bob),))
+    ledger.write(*(replace(ROUND, round=each) for each in (number, number + 1)))
+    again = replace(ROUND, round=number, outcomes=(replace(ROUND.outcomes[0], app=bob),))
     for _ in range(2):
         ledger.write(again)
-        assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [5]
+        assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [number + 1]
         assert ledger.rounds(limit=9, app=bob) == [again]
+
+
+def test_of_rounds_that_were_pruned_nothing_is_left_that_says_of_which_apps_they_spoke(ledger: Ledger) -> None:
+    """A round of that number may come again, with a new journal."""
+    numbers = range(2 * BLOCK + 2)
+    ledger.write(*(replace(ROUND, round=each, at=float(each)) for each in numbers))
+    ledger._tables.write(("INSERT INTO outcomes (app, round) VALUES (?, ?)", [(ANA, 1), (ANA, 2 * BLOCK + 1)]))
+    while ledger.prune(BLOCK + 3.0, most=20):
+        pass
+    assert sorted(ledger._tables.read("SELECT block, bits FROM app_rounds")) == [(1, 2**BLOCK - 2**3), (2, 3)]
+    assert ledger._tables.read("SELECT round FROM outcomes") == [(2 * BLOCK + 1,)]
+    assert [each.round for each in ledger.rounds(limit=99, app=ANA)] == list(reversed(numbers[BLOCK + 3 :]))
 
 
 def test_rounds_that_the_version_before_wrote_of_an_app_are_found_until_they_are_counted_again(ledger: Ledger) -> None:

@@ -14,6 +14,7 @@ from arbiter.core.arbiter import Arbiter, Event
 from arbiter.core.effects import EpochTaken
 from arbiter.daemon import _Performer
 from arbiter.ledger import Ledger
+from protocol.journal import JournalError
 from protocol.journal.database import Postgres
 from protocol.journal.sqlite import SqliteJournal
 from tests.contract.test_backup import PROGRAM, Place, filled
@@ -43,26 +44,39 @@ def test_a_reader_finds_the_sites_that_its_arbiter_has_led_and_a_backup_brings_t
         assert ledger.sites() == {"s-ours", "s-adopted"}
 
 
-def without_sites(place: Place) -> None:
-    """Make a store one of an earlier version."""
+def of_an_earlier_version(place: Place) -> None:
+    """Make a store one that lacks the tables which came last."""
     if place.config.journal:
         with closing(Postgres(place.config.journal)) as database, database.unit() as cursor:
-            cursor.execute("DROP TABLE ledger.sites")
+            for part, table in sorted(backups.LATE):
+                cursor.execute(f"DROP TABLE {part}.{table}".encode())
     else:
         with closing(sqlite3.connect(place.folder / "ledger.db")) as database:
-            database.execute("DROP TABLE sites")
+            for _part, table in sorted(backups.LATE):
+                database.execute(f"DROP TABLE {table}")
 
 
-def test_a_store_of_an_earlier_version_belongs_to_no_known_site_and_can_be_backed_up(
-    place: Place, tmp_path: Path
-) -> None:
+def test_a_store_of_an_earlier_version_can_be_backed_up_and_restored(place: Place, tmp_path: Path) -> None:
     journal, ledger, _arbiter = filled(place)
     with closing(journal), closing(ledger):
-        without_sites(place)
-        with closing(Ledger.reader(place.config.journal or place.folder / "ledger.db")) as reader:
-            assert reader.sites() == set()
+        rounds = ledger.rounds(limit=99)
+        of_apps = [(each.app, record.round) for record in rounds for each in record.outcomes]
+        ledger._tables.write(("INSERT INTO outcomes (app, round) VALUES (?, ?)", of_apps))
+        ledger.used()  # a question has it write them, as a commit would
+        of_an_earlier_version(place)
+        with pytest.raises(JournalError, match="of an older arbiter"):
+            Ledger.reader(place.config.journal or place.folder / "ledger.db")
         about = backups.write(place.config, tmp_path / "site.gab", program=PROGRAM)
     assert about.records > 0
+    backups.restore(place.config, tmp_path / "site.gab", program=PROGRAM, replace=True)
+    journal, ledger = place.open()
+    with closing(journal), closing(ledger):
+        assert ledger.rounds(limit=99) == rounds
+        for app in {app for app, _round in of_apps}:
+            assert [(app, each.round) for each in ledger.rounds(limit=99, app=app)] == sorted(
+                (each for each in of_apps if each[0] == app), reverse=True
+            )
+        assert ledger.sites() == set()
 
 
 def test_a_backup_of_an_earlier_version_is_restored(place: Place, tmp_path: Path) -> None:
@@ -71,7 +85,8 @@ def test_a_backup_of_an_earlier_version_is_restored(place: Place, tmp_path: Path
     with closing(journal), closing(ledger):
         backups.write(place.config, file, program=PROGRAM)
     with closing(sqlite3.connect(file)) as database:
-        database.execute("DROP TABLE ledger_sites")
+        for part, table in sorted(backups.LATE):
+            database.execute(f"DROP TABLE {part}_{table}")
     backups.restore(place.config, file, program=PROGRAM, replace=True)
     journal, ledger = place.open()
     with closing(journal), closing(ledger):
