@@ -9,6 +9,8 @@ cluster.
 *silence* (point 5): every second app does not say how long it takes; the mean JCT of those, under each of the two.
 *waits* (no point of the rule): the longest wait for the first GPUs by gang, on that trace under the greatest contention
 with the first seed, under all policies.
+*lengths* (no point of the rule): mean JCT, wait for the first GPUs and preemptions by how long jobs run, on that trace
+under the middle contention with the first seed, under each of the two.
 
 Points 4 and 6 have programs of their own: ``maxmin.py --only lying`` beside this one, ``gpu-arbiter worlds --policy``,
 and ``benchmarks/rounds.py --only ahead``.
@@ -24,9 +26,10 @@ those of a site that sets nothing but the shares of its tenants, which are Phill
 
 from __future__ import annotations
 
+import math
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -47,7 +50,7 @@ from benchmarks.truth.spread import estimate
 from simulator.cluster import parse_cluster
 from simulator.costs import DEFAULT
 from simulator.experiment import Experiment, settings_of
-from simulator.figures.results import gang_span, gangs, summary
+from simulator.figures.results import AppRow, gang_span, gangs, summary
 from simulator.profiles import built_in
 from simulator.run import simulate
 from simulator.workload import Workload, gpu_seconds, load
@@ -56,6 +59,9 @@ SCHEMA = "default-rule/v1"
 #: Limits of the rule: on average and in a single cell, GPU time and mean JCT.
 RHO_MEAN_MAX, RHO_CELL_MAX, PRICE_MAX = 1.0, 1.25, 1.05
 PHILLY_CLUSTER, GANG_MAX = "4x8", 16
+LENGTH_FIGURES = ("mean JCT s", "wait s", "preemptions", "N_avg", "greatest rho")
+#: The classes of run times, by what each is below.
+LENGTHS_S = (120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 86400.0, math.inf)
 
 Source = Literal["themis:1", "themis:2", "philly"]
 
@@ -82,6 +88,19 @@ class Wait(Struct, frozen=True):
     longest_s: float | None
 
 
+class Length(Struct, frozen=True):
+    """Means over the apps that run for less than `below_s` alone, and for no less than the class before it."""
+
+    below_s: float
+    apps: int
+    alone_s: float
+    jct_s: float
+    wait_s: float  #: for the first GPUs
+    preemptions: float
+    apps_mean: float  #: N_avg
+    max_rho: float
+
+
 class Outcome(Struct, frozen=True):
     """What is compared of a run.
 
@@ -99,6 +118,7 @@ class Outcome(Struct, frozen=True):
     unfinished: int
     cpu_s: float
     waits: tuple[Wait, ...]
+    lengths: tuple[Length, ...]  #: of the apps that have ended
 
 
 class Plan(Struct, frozen=True):
@@ -174,7 +194,28 @@ def _simulated(cell: Cell) -> Outcome:
         unfinished=whole["jobs_unfinished"],
         cpu_s=found.cpu_s,
         waits=tuple(Wait(gang_span(row), row["apps"], row["max_wait_s"]) for row in gangs(found)),
+        lengths=tuple(lengths_of(found.apps)),
     )
+
+
+def lengths_of(apps: Sequence[AppRow]) -> Iterator[Length]:
+    """Yield the figures of each class of run times that has apps, shortest first, of the apps that have ended."""
+    above_s = 0.0
+    for below_s in LENGTHS_S:
+        rows = [row for row in apps if above_s <= row.alone_s < below_s and row.jct_s is not None]
+        above_s = below_s
+        if rows:
+            waits = [row.first_start_s - row.submit_s for row in rows if row.first_start_s is not None]
+            yield Length(
+                below_s,
+                len(rows),
+                fmean(row.alone_s for row in rows),
+                fmean(row.jct_s or 0.0 for row in rows),
+                fmean(waits),
+                fmean(row.preemptions for row in rows),
+                fmean(row.apps_mean for row in rows),
+                max(row.rho or 0.0 for row in rows),
+            )
 
 
 @cache
@@ -352,7 +393,27 @@ def _hours(wait: Wait) -> str:
     return "none started" if wait.longest_s is None else f"{wait.longest_s / 3600.0:.1f}"
 
 
-PARTS = {"fairness": fairness, "tenants": tenants, "silence": silence, "waits": waits}
+def lengths(plan: Plan, pair: Pair) -> Part:
+    """Show what becomes of short and long jobs, under each of the two."""
+    contention, seed = plan.contentions[len(plan.contentions) // 2], plan.seeds[0]
+    found = [run(Cell("philly", policy, seed, contention, plan.days)).lengths for policy in pair]
+    columns = (
+        "jobs that run for less than", "jobs", "run time alone s",
+        *(f"{what}, {policy}" for what in LENGTH_FIGURES for policy in pair),
+    )  # fmt: skip
+    rows = list[tuple[str, ...]]()
+    for both in zip(*found, strict=True):
+        figures = (
+            *(f"{each.jct_s:,.0f}" for each in both), *(f"{each.wait_s:,.0f}" for each in both),
+            *(f"{each.preemptions:.1f}" for each in both), *(f"{each.apps_mean:.0f}" for each in both),
+            *(f"{each.max_rho:.2f}" for each in both),
+        )  # fmt: skip
+        below = "" if math.isinf(both[0].below_s) else f"{both[0].below_s / 60.0:g} min"
+        rows.append((below, str(both[0].apps), f"{both[0].alone_s:,.0f}", *figures))
+    return (), (Table(f"philly, {contention:g}, {seed}: by how long jobs run", columns, tuple(rows)),)
+
+
+PARTS = {"fairness": fairness, "tenants": tenants, "silence": silence, "waits": waits, "lengths": lengths}
 
 
 def evaluate(plan: Plan, parts: Sequence[str], pair: Pair) -> Report:

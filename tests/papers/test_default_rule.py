@@ -10,8 +10,9 @@ from msgspec.structs import replace
 
 from app_agent.core.spec import AppSpec
 from benchmarks.papers import default, maxmin
-from benchmarks.papers.default import QUICK, Cell, Outcome, Wait, hushed, philly_sample
+from benchmarks.papers.default import QUICK, Cell, Length, Outcome, Wait, hushed, lengths_of, philly_sample
 from benchmarks.papers.document import Memory
+from simulator.figures.results import AppRow
 from simulator.run import budget_of, spec_of
 from simulator.workload import AppPlan, JobPlan, Workload, gpu_seconds
 from tests.support.traces import shared
@@ -27,7 +28,7 @@ def app(number: int, **fields: Any) -> AppPlan:
 
 
 def outcome(max_rho: float = 1.0, *, gpu_s: float = 100.0, jct_s: float = 50.0, unfair: float = 0.1) -> Outcome:
-    return Outcome(4, max_rho, gpu_s, jct_s, unfair, jct_s, 0, 0, 0.0, ())
+    return Outcome(4, max_rho, gpu_s, jct_s, unfair, jct_s, 0, 0, 0.0, (), ())
 
 
 @pytest.fixture
@@ -149,3 +150,34 @@ def test_the_longest_waits_stand_beside_each_other_by_gang(known: dict[Cell, Out
         ("themis", "0.5", "10.0", "1.00", "0.0", "0", "10.0%"),
         ("srtf", "0.5", "none started", "2.00", "2.0", "0", "10.0%"),
     )
+
+
+def test_by_how_long_jobs_run_the_two_policies_stand_beside_each_other(known: dict[Cell, Outcome]) -> None:
+    def of(jct_s: float) -> tuple[Length, ...]:
+        return Length(600.0, 2, 300.0, jct_s, 7.0, 1.5, 20.0, 0.5), Length(math.inf, 1, 9e4, 2e5, 8.0, 3.0, 30.0, 0.75)
+
+    known[Cell("philly", "maxmin-ftf", 3, 4.0, PLAN.days)] = replace(outcome(), lengths=of(800.0))
+    known[Cell("philly", "themis", 3, 4.0, PLAN.days)] = replace(outcome(), lengths=of(400.0))
+    claims, (table,) = default.lengths(PLAN, PAIR)
+    assert claims == ()
+    assert table.columns[3:5] == ("mean JCT s, maxmin-ftf", "mean JCT s, themis")
+    assert table.rows == (
+        ("10 min", "2", "300", "800", "400", "7", "7", "1.5", "1.5", "20", "20", "0.50", "0.50"),
+        ("", "1", "90,000", "200,000", "200,000", "8", "8", "3.0", "3.0", "30", "30", "0.75", "0.75"),
+    )
+
+
+def test_an_app_counts_in_the_class_of_its_run_time_alone_once_it_has_ended() -> None:
+    def row(alone_s: float, jct_s: float | None) -> AppRow:
+        finish_s = None if jct_s is None else 10.0 + jct_s
+        return AppRow(
+            "a", "t", "m", 1, 1, 1, 1, 10.0, 15.0, finish_s, "finished", "", jct_s, 0.0, 0.0, 0.25, 2.0, alone_s,
+            0.0, 0.0, 1, 0, 1.0,
+        )  # fmt: skip
+
+    found = list(lengths_of([row(119.0, 200.0), row(120.0, 400.0), row(599.0, 600.0), row(600.0, None), row(1e6, 2e6)]))
+    assert found == [
+        Length(120.0, 1, 119.0, 200.0, 5.0, 1.0, 2.0, 0.25),
+        Length(600.0, 2, 359.5, 500.0, 5.0, 1.0, 2.0, 0.25),
+        Length(math.inf, 1, 1e6, 2e6, 5.0, 1.0, 2.0, 0.25),
+    ]
