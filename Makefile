@@ -18,7 +18,7 @@ STANDBYS ?= 10000
 # Of these, what `make full` does: a few minutes each.
 FULL_SEEDS := 8
 FULL_SITES := 200
-# Worlds of `make check`.
+# Worlds of `make check`, unless N is given.
 CHECK_WORLDS := 200
 TORCH ?= torch==2.13.0
 PACKAGES := protocol valuation arbiter node_agent app_agent simulator launch
@@ -138,7 +138,7 @@ worlds: $(LOOPS) ## N sites full of faults (300), from SEED on: nothing unsafe m
 
 # Beside tests that mostly wait: worlds take what these leave of the cores.
 spare:
-	nice -n 19 $(MAKE) --no-print-directory worlds N=$(CHECK_WORLDS)
+	nice -n 19 $(MAKE) --no-print-directory worlds N=$(if $(filter file,$(origin N)),$(CHECK_WORLDS),$(N))
 
 standbys: $(LOOPS) ## STANDBYS (10000) such sites in which a second arbiter takes over, from SEED on
 	$(BIN)/gpu-arbiter worlds --standby --count $(STANDBYS) --seed $(SEED)

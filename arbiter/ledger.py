@@ -17,6 +17,8 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
+from heapq import merge
+from itertools import groupby, islice
 from math import inf
 from pathlib import Path
 from typing import Any, Self, assert_never
@@ -118,8 +120,10 @@ INSERT INTO stretches
 _NEWEST = {"stretches", "losses", "standings", "app_rounds"}
 
 #: Rounds in a row of `app_rounds`, a bit for each that speaks of the app: round n is bit n % BLOCK of block n // BLOCK.
-#: Versions before that wrote a row of `outcomes` for each; on a site of a thousand apps that was most of the ledger.
+#: Earlier versions wrote a row of `outcomes` for each; on a site of a thousand apps that was most of the ledger.
 BLOCK = 32
+#: So many rows of those that say which rounds speak of an app are read at a time.
+ROWS_AT_A_TIME = 256
 
 #: Rounds whose inputs are kept, the newest: one has less than 100 kB of a thousand apps, whatever kind they name.
 INPUTS_MAX = 8
@@ -407,22 +411,39 @@ class Ledger:
         """Return `limit` rounds, newest first, without the newest `offset`; with `app`, those that speak of it."""
         if app is None:
             rows = self._tables.read("SELECT record FROM rounds ORDER BY round DESC LIMIT ? OFFSET ?", (limit, offset))
-        else:
-            numbers = self._rounds_of(app, offset + limit)[offset:]
-            among = ", ".join("?" * len(numbers))
+            with self._reading():
+                return [compression.from_bytes(packed, RoundRecord) for (packed,) in rows]
+        found, numbers = list[RoundRecord](), islice(self._rounds_of(app), offset, None)
+        while len(found) < limit and (several := list(islice(numbers, limit))):
+            among = ", ".join("?" * len(several))
             query = f"SELECT record FROM rounds WHERE round IN ({among}) ORDER BY round DESC"  # noqa: S608 - our words
-            rows = self._tables.read(query, numbers) if numbers else []
-        with self._reading():
-            return [compression.from_bytes(packed, RoundRecord) for (packed,) in rows]
+            with self._reading():
+                records = [
+                    compression.from_bytes(packed, RoundRecord) for (packed,) in self._tables.read(query, several)
+                ]
+            # A bit may be of a round that was counted again since: by an earlier version, or a moment ago.
+            found += [each for each in records if any(outcome.app == app for outcome in each.outcomes)]
+        return found[:limit]
 
-    def _rounds_of(self, app: AppId, limit: int) -> list[int]:
-        """Return the numbers of the newest `limit` rounds that speak of an app, newest first."""
-        blocks = "SELECT block, bits FROM app_rounds WHERE app = ? ORDER BY block DESC LIMIT ?"
-        before = "SELECT round FROM outcomes WHERE app = ? ORDER BY round DESC LIMIT ?"
-        numbers = {round_ for (round_,) in self._tables.read(before, (app, limit))}
-        for block, bits in self._tables.read(blocks, (app, limit)):
-            numbers.update(block * BLOCK + bit for bit in range(BLOCK) if bits >> bit & 1)
-        return sorted(numbers, reverse=True)[:limit]
+    def _rounds_of(self, app: AppId) -> Iterator[int]:
+        """Yield the numbers of the rounds that speak of an app, newest first."""
+        blocks = "SELECT block, bits FROM app_rounds WHERE app = ? AND block < ? ORDER BY block DESC LIMIT ?"
+        by_row = "SELECT round FROM outcomes WHERE app = ? AND round < ? ORDER BY round DESC LIMIT ?"
+        by_bit = (
+            block * BLOCK + bit
+            for block, bits in self._descending(blocks, app)
+            for bit in reversed(range(BLOCK))
+            if bits >> bit & 1
+        )
+        earlier = (number for (number,) in self._descending(by_row, app))
+        yield from (number for number, _ in groupby(merge(by_bit, earlier, reverse=True)))
+
+    def _descending(self, query: str, app: AppId) -> Iterator[tuple[Any, ...]]:
+        """Yield the rows of an app, the greatest first, some at a time."""
+        below = 2**62
+        while rows := self._tables.read(query, (app, below, ROWS_AT_A_TIME)):
+            yield from rows
+            below = rows[-1][0]
 
     def rounds_after(self, at: float) -> Sequence[RoundRecord]:
         """Return the rounds that began after that time, oldest first."""

@@ -28,7 +28,7 @@ _SQLITE_WORDS = {
     "NUMBER": "REAL",
     "COUNT": "INTEGER",
     "IDENTITY": "INTEGER PRIMARY KEY",
-    "SHORT_ROWS": "WITHOUT ROWID",  # of a table whose key is nearly all that it has: that is kept once, not twice
+    "SHORT_ROWS": "WITHOUT ROWID",  # of a table whose key is nearly all that it has: the key is kept once, not twice
 }
 _POSTGRES_WORDS = {
     "BYTES": "BYTEA",

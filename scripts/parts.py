@@ -44,11 +44,16 @@ class Part:
         """Note that the process has ended with this wait status."""
         self.code = self.process.returncode = os.waitstatus_to_exitcode(status)
         self.processor_s, self.wall_s = processor_s, time.monotonic() - self._began
+        self.tell()
+
+    def tell(self) -> None:
+        """Print what it has said aside, unless that was printed."""
         if self._said is not None:
             self._said.seek(0)
             sys.stdout.buffer.write(self._said.read())
             sys.stdout.flush()
             self._said.close()
+            self._said = None
 
     def rows(self) -> list[tuple[str, float, float, str]]:
         """Return the row of this part in the table, and one for each folder of tests that it ran.
@@ -69,15 +74,17 @@ class Part:
 
 
 def run_group(group: str, times: Path, parts: list[Part]) -> bool:
-    """Run the parts of this group, two at a time; return whether all passed."""
+    """Run the parts of this group, two at a time; return whether all passed. Those of the first chain print at once."""
     waiting = [chain.split(",") for chain in group.split("+")]
+    first = waiting[0]
     running: dict[int, tuple[Part, list[str]]] = {}
-    aside = len(waiting) > 1
     while waiting or running:
         while waiting and len(running) < AT_ONCE:
-            name, *rest = waiting.pop(0)
-            part = Part(name, times, aside=aside)
+            name, *rest = chain = waiting.pop(0)
+            part = Part(name, times, aside=chain is not first)
             parts.append(part)
+            if chain is first:
+                first = rest
             running[part.process.pid] = part, rest
         pid, status, usage = os.wait3(0)
         if pid in running:
@@ -110,6 +117,8 @@ def main(groups: list[str]) -> int:
         try:
             passed = all(run_group(group, Path(times), parts) for group in groups)
         finally:
+            for part in parts:
+                part.tell()
             sys.stdout.write(table(parts, time.monotonic() - began) + "\n")
     return 0 if passed else 1
 

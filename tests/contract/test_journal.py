@@ -16,6 +16,7 @@ import pytest
 from msgspec import Struct
 from msgspec.structs import replace
 
+from arbiter import compression
 from arbiter.core.effects import (
     ActRecord,
     AppRecord,
@@ -584,19 +585,62 @@ def test_the_record_of_a_round_of_a_thousand_apps_takes_a_fraction_of_its_size(t
     assert len(stored(path, 1)) < len(msgspec.msgpack.encode(record)) / 5
 
 
-def test_a_row_says_of_an_app_and_many_rounds_which_of_them_speak_of_it_and_a_new_file_has_it_once(
-    tmp_path: Path,
-) -> None:
+def test_a_row_says_of_many_rounds_which_of_them_speak_of_an_app(tmp_path: Path) -> None:
     path, rounds = tmp_path / "ledger.db", 3 * BLOCK
     with closing(Ledger(path)) as ledger:
         for number in range(rounds):
             ledger.write(replace(ROUND, round=number))
         assert [each.round for each in ledger.rounds(limit=rounds, app=ANA)] == list(reversed(range(rounds)))
-    no_rowid = pytest.raises(sqlite3.OperationalError, match="no such column: rowid")
     with closing(sqlite3.connect(path)) as database:
         assert database.execute("SELECT count(*) FROM app_rounds WHERE app = ?", (ANA,)).fetchall() == [(3,)]
-        with no_rowid:
-            database.execute("SELECT rowid FROM app_rounds")
+
+
+def test_a_new_file_has_each_row_once_that_says_which_rounds_speak_of_an_app(tmp_path: Path) -> None:
+    path = tmp_path / "ledger.db"
+    Ledger(path).close()
+    no_rowid = pytest.raises(sqlite3.OperationalError, match="no such column: rowid")
+    with closing(sqlite3.connect(path)) as database, no_rowid:
+        database.execute("SELECT rowid FROM app_rounds")
+
+
+def earlier(ledger: Ledger, *numbers: int, app: AppId = ANA) -> None:
+    """Have these rounds speak of an app in the way of earlier versions, which wrote a row for each."""
+    ledger.write(*(replace(ROUND, round=number, outcomes=()) for number in numbers))  # without bits
+    told = [replace(ROUND, round=number, outcomes=(replace(ROUND.outcomes[0], app=app),)) for number in numbers]
+    ledger._tables.write(
+        ("UPDATE rounds SET record = ? WHERE round = ?", [(compression.to_bytes(each), each.round) for each in told]),
+        ("INSERT INTO outcomes (app, round) VALUES (?, ?)", [(app, number) for number in numbers]),
+    )
+
+
+def test_a_round_that_an_earlier_version_has_counted_again_is_not_of_the_apps_that_it_had_before(
+    ledger: Ledger,
+) -> None:
+    """Such a version keeps no bits, so those of before are left; also of rounds that it has pruned."""
+    bob = AppId("bob-1")
+    ledger.write(*(replace(ROUND, round=number) for number in range(1, 7)))
+    bits = ledger._tables.read("SELECT app, block, bits FROM app_rounds")
+    earlier(ledger, 5, app=bob)
+    earlier(ledger, 6)
+    ledger._tables.write(
+        ("DELETE FROM rounds WHERE round = ?", [(4,)]),
+        ("DELETE FROM app_rounds WHERE app = ?", [(ANA,)]),
+        ("INSERT INTO app_rounds (app, block, bits) VALUES (?, ?, ?)", bits),
+    )
+    assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [6, 3, 2, 1]
+    assert [each.round for each in ledger.rounds(limit=2, app=ANA)] == [6, 3]
+    assert [each.round for each in ledger.rounds(limit=9, app=bob)] == [5]
+
+
+def test_pages_of_an_app_that_many_rounds_speak_of_follow_each_other(
+    ledger: Ledger, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("arbiter.ledger.ROWS_AT_A_TIME", 2)
+    numbers = range(0, 6 * BLOCK, 3)
+    earlier(ledger, *numbers[:5])
+    ledger.write(*(replace(ROUND, round=number) for number in numbers[5:]))
+    pages = [ledger.rounds(limit=7, offset=offset, app=ANA) for offset in range(0, len(numbers) + 7, 7)]
+    assert [each.round for page in pages for each in page] == list(reversed(numbers))
 
 
 def test_rounds_of_an_app_are_found_among_those_that_do_not_speak_of_it(ledger: Ledger) -> None:
@@ -634,9 +678,8 @@ def test_of_rounds_that_were_pruned_nothing_is_left_that_says_of_which_apps_they
 
 
 def test_rounds_that_the_version_before_wrote_of_an_app_are_found_until_they_are_counted_again(ledger: Ledger) -> None:
-    """It wrote a row for each round and app."""
-    ledger.write(*(replace(ROUND, round=number, outcomes=()) for number in (1, 2, 3)))
-    ledger._tables.write(("INSERT INTO outcomes (app, round) VALUES (?, ?)", [(ANA, 1), (ANA, 3)]))
+    ledger.write(replace(ROUND, round=2, outcomes=()))
+    earlier(ledger, 1, 3)
     ledger.write(replace(ROUND, round=4))
     assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [4, 3, 1]
     assert [each.round for each in ledger.rounds(limit=2, app=ANA)] == [4, 3]

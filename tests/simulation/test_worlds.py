@@ -44,7 +44,7 @@ WORLDS = 12
 APP = AppId("app1-1")
 
 
-@pytest.mark.full  # `make check` runs 300
+@pytest.mark.full  # `make check` runs 200
 @pytest.mark.timeout(300)
 def test_a_dozen_worlds_pass() -> None:
     verdicts = list(run_worlds(range(WORLDS)))

@@ -66,7 +66,7 @@ _WORDS: Final[Mapping[Word, str]] = {
     "broken": "are left of it, which takes more than it declared",
     "kept": "are left of it",
 }
-#: Of thousands of apps in a round: an f-string takes nearly twice as long for its numbers.
+#: The figures of an app in its sentence: thousands of these a round, and an f-string takes nearly twice as long.
 _FIGURES: Final = "%.3g: it is due in %.4g s, after %s times its fair time of %.4g s, and %.4g s "
 
 
