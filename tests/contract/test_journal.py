@@ -628,7 +628,8 @@ def test_a_round_that_an_earlier_version_has_counted_again_is_not_of_the_apps_th
         ("INSERT INTO app_rounds (app, block, bits) VALUES (?, ?, ?)", bits),
     )
     assert [each.round for each in ledger.rounds(limit=9, app=ANA)] == [6, 3, 2, 1]
-    assert [each.round for each in ledger.rounds(limit=2, app=ANA)] == [6, 3]
+    assert [each.round for each in ledger.rounds(limit=3, app=ANA)] == [6, 3, 2]
+    assert [each.round for each in ledger.rounds(limit=1, offset=1, app=ANA)] == [3], "what is said twice counts once"
     assert [each.round for each in ledger.rounds(limit=9, app=bob)] == [5]
 
 

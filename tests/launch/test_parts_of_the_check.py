@@ -56,6 +56,6 @@ def test_parts_of_the_first_chain_print_at_once_and_an_interrupted_run_tells_wha
 
 
 def test_after_a_part_that_fails_no_other_begins_and_those_that_run_end(tmp_path: Path) -> None:
-    code, order, table = run(tmp_path, "pauses,second+fails,first", "later")
+    code, order, table = run(tmp_path, "pauses,second+fails,first+later", "met")
     assert (code, order) == (1, ["pauses"])
     assert "failed (2)" in table
