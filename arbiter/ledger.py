@@ -353,7 +353,7 @@ class Ledger:
         rounds = self._tables.read("SELECT round FROM rounds WHERE at < ? ORDER BY at LIMIT ?", (before, most))
         of_round = ("outcomes", "claims", "inputs", "rounds")
         gone: list[Statement] = [(f"DELETE FROM {table} WHERE round = ?", rounds) for table in of_round]  # noqa: S608
-        gone += _without(round_ for (round_,) in rounds)
+        gone += _cleared(round_ for (round_,) in rounds)
         for table, key, at in _AGED:
             query = f'SELECT {", ".join(key)} FROM {table} WHERE "{at}" < ? ORDER BY "{at}" LIMIT ?'  # noqa: S608
             rows = self._tables.read(query, (before, most))
@@ -702,14 +702,14 @@ def _of_round(record: RoundRecord) -> list[Statement]:
     return [
         # A journal that has lost its end counts some rounds again: what was said of the lost ones goes.
         *((f"DELETE FROM {table} WHERE round = ?", [(record.round,)]) for table in ("outcomes", "claims")),  # noqa: S608
-        *_without([record.round]),
+        *_cleared([record.round]),
         (_INSERT_ROUND, [(record.round, record.at, compression.to_bytes(record))]),
         (_INSERT_BITS, [(outcome.app, *of_round) for outcome in record.outcomes]),
         (_INSERT_CLAIM, claims),
     ]
 
 
-def _without(rounds: Iterable[int]) -> list[Statement]:
+def _cleared(rounds: Iterable[int]) -> list[Statement]:
     """Return the statements by which these rounds speak of no app."""
     kept = [(2**BLOCK - 1 ^ bits, block) for block, bits in bits_of(rounds).items()]
     others = [(bits, block, bits) for bits, block in kept]
