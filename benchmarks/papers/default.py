@@ -61,7 +61,7 @@ RHO_MEAN_MAX, RHO_CELL_MAX, PRICE_MAX = 1.0, 1.25, 1.05
 PHILLY_CLUSTER, GANG_MAX = "4x8", 16
 LENGTH_FIGURES = ("mean JCT s", "wait s", "preemptions", "N_avg", "greatest rho")
 #: The classes of run times, by what each is below.
-LENGTHS_S = (120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 86400.0, math.inf)
+LENGTHS_S = (120.0, 600.0, 1800.0, 3600.0, 7200.0, 14400.0, 86400.0, None)
 
 Source = Literal["themis:1", "themis:2", "philly"]
 
@@ -89,9 +89,12 @@ class Wait(Struct, frozen=True):
 
 
 class Length(Struct, frozen=True):
-    """Means over the apps that run for less than `below_s` alone, and for no less than the class before it."""
+    """Means over the apps that run for less than `below_s` alone, and for no less than the class before it.
 
-    below_s: float
+    `below_s` is None for the last class, as the notes of runs are JSON, which knows no infinity.
+    """
+
+    below_s: float | None
     apps: int
     alone_s: float
     jct_s: float
@@ -202,8 +205,9 @@ def lengths_of(apps: Sequence[AppRow]) -> Iterator[Length]:
     """Yield the figures of each class of run times that has apps, shortest first, of the apps that have ended."""
     above_s = 0.0
     for below_s in LENGTHS_S:
-        rows = [row for row in apps if above_s <= row.alone_s < below_s and row.jct_s is not None]
-        above_s = below_s
+        limit_s = math.inf if below_s is None else below_s
+        rows = [row for row in apps if above_s <= row.alone_s < limit_s and row.jct_s is not None]
+        above_s = limit_s
         if rows:
             waits = [row.first_start_s - row.submit_s for row in rows if row.first_start_s is not None]
             yield Length(
@@ -408,7 +412,7 @@ def lengths(plan: Plan, pair: Pair) -> Part:
             *(f"{each.preemptions:.1f}" for each in both), *(f"{each.apps_mean:.0f}" for each in both),
             *(f"{each.max_rho:.2f}" for each in both),
         )  # fmt: skip
-        below = "" if math.isinf(both[0].below_s) else f"{both[0].below_s / 60.0:g} min"
+        below = "" if both[0].below_s is None else f"{both[0].below_s / 60.0:g} min"
         rows.append((below, str(both[0].apps), f"{both[0].alone_s:,.0f}", *figures))
     return (), (Table(f"philly, {contention:g}, {seed}: by how long jobs run", columns, tuple(rows)),)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,7 +155,7 @@ def test_the_longest_waits_stand_beside_each_other_by_gang(known: dict[Cell, Out
 
 def test_by_how_long_jobs_run_the_two_policies_stand_beside_each_other(known: dict[Cell, Outcome]) -> None:
     def of(jct_s: float) -> tuple[Length, ...]:
-        return Length(600.0, 2, 300.0, jct_s, 7.0, 1.5, 20.0, 0.5), Length(math.inf, 1, 9e4, 2e5, 8.0, 3.0, 30.0, 0.75)
+        return Length(600.0, 2, 300.0, jct_s, 7.0, 1.5, 20.0, 0.5), Length(None, 1, 9e4, 2e5, 8.0, 3.0, 30.0, 0.75)
 
     known[Cell("philly", "maxmin-ftf", 3, 4.0, PLAN.days)] = replace(outcome(), lengths=of(800.0))
     known[Cell("philly", "themis", 3, 4.0, PLAN.days)] = replace(outcome(), lengths=of(400.0))
@@ -179,5 +180,13 @@ def test_an_app_counts_in_the_class_of_its_run_time_alone_once_it_has_ended() ->
     assert found == [
         Length(120.0, 1, 119.0, 200.0, 5.0, 1.0, 2.0, 0.25),
         Length(600.0, 2, 359.5, 500.0, 5.0, 1.0, 2.0, 0.25),
-        Length(math.inf, 1, 1e6, 2e6, 5.0, 1.0, 2.0, 0.25),
+        Length(None, 1, 1e6, 2e6, 5.0, 1.0, 2.0, 0.25),
     ]
+
+
+def test_a_run_is_noted_with_its_classes_of_run_times_and_found_again(tmp_path: Path) -> None:
+    cell, noted, again = Cell("philly", "themis", 3, 2.0, 7.0), Memory(Cell, Outcome), Memory(Cell, Outcome)
+    noted.use(tmp_path / "runs")
+    noted.add(cell, found := replace(outcome(), lengths=(Length(None, 1, 9e4, 2e5, 8.0, 3.0, 30.0, 0.75),)))
+    again.use(tmp_path / "runs")
+    assert again.done == {cell: found}
