@@ -169,17 +169,19 @@ def test_by_how_long_jobs_run_the_two_policies_stand_beside_each_other(known: di
 
 
 def test_an_app_counts_in_the_class_of_its_run_time_alone_once_it_has_ended() -> None:
-    def row(alone_s: float, jct_s: float | None) -> AppRow:
+    def row(alone_s: float, jct_s: float | None, rho: float = 0.25) -> AppRow:
         finish_s = None if jct_s is None else 10.0 + jct_s
         return AppRow(
-            "a", "t", "m", 1, 1, 1, 1, 10.0, 15.0, finish_s, "finished", "", jct_s, 0.0, 0.0, 0.25, 2.0, alone_s,
+            "a", "t", "m", 1, 1, 1, 1, 10.0, 15.0, finish_s, "finished", "", jct_s, 0.0, 0.0, rho, 2.0, alone_s,
             0.0, 0.0, 1, 0, 1.0,
         )  # fmt: skip
 
-    found = list(lengths_of([row(119.0, 200.0), row(120.0, 400.0), row(599.0, 600.0), row(600.0, None), row(1e6, 2e6)]))
+    found = list(
+        lengths_of([row(119.0, 200.0), row(120.0, 400.0), row(599.0, 600.0, 0.5), row(600.0, None), row(1e6, 2e6)])
+    )
     assert found == [
         Length(120.0, 1, 119.0, 200.0, 5.0, 1.0, 2.0, 0.25),
-        Length(600.0, 2, 359.5, 500.0, 5.0, 1.0, 2.0, 0.25),
+        Length(600.0, 2, 359.5, 500.0, 5.0, 1.0, 2.0, 0.5),
         Length(None, 1, 1e6, 2e6, 5.0, 1.0, 2.0, 0.25),
     ]
 
