@@ -36,7 +36,7 @@ from simulator.foreknowledge import host_of as knowing_host_of
 from simulator.profiles import built_in
 from simulator.run import HostOf, Simulation
 from simulator.workload import AppPlan, JobPlan, Workload, themis_workload
-from simulator.workload.themis import NSDI, OURS, Form, Kind
+from simulator.workload.themis import BETWEEN, NSDI, OURS, Form, Kind
 from simulator.world import quiet
 
 Knobs = tuple[tuple[str, str], ...]
@@ -91,7 +91,8 @@ class Case(Struct, frozen=True):
     `error` is the greatest relative error of every rho that apps tell (0.2: they are multiplied by 0.8 to 1.2), drawn
     from `error_seed`. `elastic`: each job can use any number of GPUs up to its gang, as in Eq. 1, instead of a gang or
     nothing. `variant` changes one rule of a policy, to see what comes of it (`varied`). `costless`: messages and acts
-    take no time, only lying apart costs; an experiment, too.
+    take no time, only lying apart costs; an experiment, too. `spread` is the standard deviation of log length between
+    apps, of which nothing was published.
 
     Under `setting` "published" the workload is of the published form, apps know their work, and acts, leases and pauses
     are `scale` times as long, as jobs are: `knobs` that are times are given in published seconds. Then the cluster is
@@ -121,6 +122,7 @@ class Case(Struct, frozen=True):
     lie: Lie = "bid"
     by: float = 0.0
     liar_gpu_hours: float = 0.0
+    spread: float = BETWEEN
 
 
 #: Of each app of a workload, in its order: T_sh, and T_id with the N_avg of that run, in seconds; None: never ended.
@@ -266,7 +268,7 @@ def rhos_alone(case: Case) -> list[float]:
 def drawn(case: Case, cluster: Cluster) -> Workload:
     """Return the workload of a case."""
     gpus = cluster.whole_gpus or cluster.gpus
-    form = NSDI if case.setting == "published" else OURS
+    form = replace(NSDI if case.setting == "published" else OURS, between=case.spread)
     workload = workload_of(case.kind, case.apps, gpus, case.seed, case.contention, case.network_share, case.scale, form)
     return replace(workload, apps=tuple(map(elastic, workload.apps))) if case.elastic else workload
 

@@ -13,7 +13,7 @@ may preempt at any time. Parts:
 *contention*: once, twice and four times the work; *network*: the part of apps that suffer from lying apart;
 *errors*: every rho that apps tell is wrong by up to 20 %; *liar*: one of eight equal apps over-reports; *f* and
 *lease*: sweeps; *causes*: policies with one rule changed; *elastic*: jobs of any size up to their gang; *costs*: acts
-that take no time; *sizes*: the published setting in two sizes.
+that take no time; *spread*: apps of like and of unlike length; *sizes*: the published setting in two sizes.
 
 rho is that of the app rows: time to completion over T_id with the mean number of apps over the app's life. Each policy
 gets the same apps; several seeds give a mean with its 95 % interval. `--keep` notes every run in a file and takes from
@@ -97,6 +97,7 @@ class Plan(Struct, frozen=True):
     sizes: tuple[tuple[str, float], ...]  #: clusters and scales on which verdicts are compared
     elastic: bool = False  #: jobs run on any number of GPUs up to their gang
     costless: bool = False  #: acts and messages take no time
+    spreads: tuple[float, ...] = ()  #: standard deviations of log length between apps that are compared
 
 
 #: Changes of policies that show what a miss comes from: by name, the settings, and the rule that an experiment changes.
@@ -132,10 +133,11 @@ PUBLISHED = Plan(
     knobs_f=("0", "0.4", "0.6", "0.8", "1"),
     leases=("150", "300", "600", "1200", "2400"),
     sizes=(("8x2", 0.0625), ("themis-32", 0.125)),
+    spreads=(0.0, 0.25, 0.5, 1.0),
 )
 FULL: dict[Setting, Plan] = {
     "published": PUBLISHED,
-    "harder": replace(PUBLISHED, setting="harder", liar_seeds=(), sizes=()),
+    "harder": replace(PUBLISHED, setting="harder", liar_seeds=(), sizes=(), spreads=()),
 }
 SMALL = replace(
     PUBLISHED,
@@ -149,8 +151,9 @@ SMALL = replace(
     knobs_f=("0.4", "0.8", "1"),
     leases=("300", "600"),
     sizes=(),
+    spreads=(0.0, 0.5),
 )
-QUICK: dict[Setting, Plan] = {"published": SMALL, "harder": replace(SMALL, setting="harder", liar_seeds=())}
+QUICK: dict[Setting, Plan] = {"published": SMALL, "harder": replace(SMALL, setting="harder", liar_seeds=(), spreads=())}
 
 
 class Part(Struct, frozen=True):
@@ -318,30 +321,25 @@ def gpu_time_claim(name: str, case: Case, policy: str, seeds: Sequence[int], goa
 
 def sizes_part(plan: Plan) -> Part:
     """Show whether verdicts change with the size, on workload 1 under the greatest contention."""
-    rows, seeds = [], plan.seeds
+    rows = []
     for cluster, scale in plan.sizes:
         case = replace(base(plan, contention=max(plan.contentions), cluster=cluster), scale=scale)
-        size = (size_of(case), f"{scale:g}")
-        rows.append(
-            (
-                *size,
-                THEMIS,
-                said(max_rhos(case, seeds)),
-                "1",
-                said(best_ratios(case, THEMIS, seeds)),
-                "",
-            )
-        )
-        for policy in BASELINES:
-            found = _max_ratios(case, policy, seeds)
-            figures = (
-                max_rhos(replace(case, policy=policy), seeds),
-                found,
-                best_ratios(case, policy, seeds),
-            )
-            rows.append((*size, policy, *map(said, figures), "met" if mean(found) >= GOAL_RATIO else "missed"))
-    columns = ("size", "scale", "policy", "max rho", "over themis", "over the floor", "verdict")
+        rows += [(size_of(case), f"{scale:g}", *row) for row in ratio_rows(case, plan.seeds)]
+    columns = ("size", "scale", *RATIO_COLUMNS)
     return Part((), (Table("two sizes, workload 1", columns, tuple(rows)),) if rows else ())
+
+
+RATIO_COLUMNS = ("policy", "max rho", "over themis", "over the floor", "verdict")
+
+
+def ratio_rows(case: Case, seeds: Sequence[int]) -> list[tuple[str, ...]]:
+    """Return of `themis` and of each baseline the greatest rho, its ratios, and whether the goal is reached."""
+    rows = [(THEMIS, said(max_rhos(case, seeds)), "1", said(best_ratios(case, THEMIS, seeds)), "")]
+    for policy in BASELINES:
+        greatest, found = max_rhos(replace(case, policy=policy), seeds), _max_ratios(case, policy, seeds)
+        figures = (greatest, found, best_ratios(case, policy, seeds))
+        rows.append((policy, *map(said, figures), "met" if mean(found) >= GOAL_RATIO else "missed"))
+    return rows
 
 
 def contention_part(plan: Plan) -> Part:
@@ -555,6 +553,20 @@ def costs_part(plan: Plan) -> Part:
     return Part((), (policies_table(f"acts take no time, {what}", case, plan.seeds), table, *over))
 
 
+def spread_part(plan: Plan) -> Part:
+    """Show the greatest rho as apps differ more in length, under the greatest contention.
+
+    Jobs of workload 1 may be of any size up to their gang, or gangs would decide.
+    """
+    rows = []
+    for kind, spread in product(KINDS, plan.spreads):
+        case = base(plan, kind=kind, contention=max(plan.contentions), spread=spread)
+        case = replace(case, elastic=kind == 1)
+        rows += [(str(kind), f"{spread:g}", *row) for row in ratio_rows(case, plan.seeds)]
+    columns = ("workload", "spread", *RATIO_COLUMNS)
+    return Part((), (Table("spread of log length between apps", columns, tuple(rows)),) if rows else ())
+
+
 def beside(
     name: str, first: str, plan: Plan, second: str, changed: Plan, parts: Sequence[Callable[[Plan], Part]]
 ) -> Table:
@@ -573,6 +585,7 @@ PARTS: dict[str, Callable[[Plan], Part]] = {
     "causes": causes_part,
     "elastic": elastic_part,
     "costs": costs_part,
+    "spread": spread_part,
     "contention": contention_part,
     "network": network_part,
     "sizes": sizes_part,

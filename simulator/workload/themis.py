@@ -78,12 +78,15 @@ class Form(Struct, frozen=True):
         The gangs of workload 1, then of workload 2, with their frequencies.
     phase_growth
         Of halving: a survivor of a phase can use so many times the GPUs as before, up to as many as the app has jobs.
+    between
+        The standard deviation of log length between apps. At 0 the jobs of all apps are of one typical length.
     """
 
     trace: str
     single: float
     gangs: tuple[tuple[tuple[int, float], ...], tuple[tuple[int, float], ...]]
     phase_growth: int = 1
+    between: float = BETWEEN
 
 
 #: Harder than published; no gang is larger than the testbed's nodes.
@@ -183,7 +186,7 @@ def _draft(form: Form, kind: Kind, scale: float, way: Search, dice: np.random.Ge
     single, count, gang, domain, luck, choice, pace = dice.random(7)
     between, *within = dice.standard_normal(1 + JOBS_MAX)
     jobs = 1 if single < form.single else max(1, round(scale * _jobs_of(count, form.single)))
-    typical = scale * JOB_GPU_S * math.exp(BETWEEN * between) / (halving_share(jobs) if way == "halving" else 1)
+    typical = scale * JOB_GPU_S * math.exp(form.between * between) / (halving_share(jobs) if way == "halving" else 1)
     return _Draft(
         gang=_pick(form.gangs[kind - 1], gang),
         lengths=tuple(typical * math.exp(WITHIN * spread) for spread in within[:jobs]),

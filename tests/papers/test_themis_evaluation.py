@@ -223,6 +223,25 @@ def test_the_published_setting_says_what_it_claims() -> None:
     assert ("4x", "floor") in [row[:2] for row in table.rows]
 
 
+def test_what_the_spread_of_lengths_does_is_told_of_apps_that_need_no_gang() -> None:
+    plan = replace(TINY_PUBLISHED, spreads=(0.0, 1.0))
+    (table,) = themis.spread_part(plan).tables
+    policies = (themis.THEMIS, *BASELINES)
+    assert [row[:3] for row in table.rows] == [
+        (kind, spread, policy) for kind in ("1", "2") for spread in ("0", "1") for policy in policies
+    ]
+    for kind, spread, policy, greatest, ratio, best, verdict in table.rows:
+        case = themis.base(plan, kind=int(kind), contention=4, seed=3, spread=float(spread))
+        case = replace(case, elastic=kind == "1")
+        ours, theirs = cases.run(case), cases.run(replace(case, policy=policy))
+        assert greatest == f"{theirs.max_rho:.2f}"
+        assert float(ratio) == pytest.approx(theirs.max_rho / ours.max_rho, abs=0.005)
+        assert float(best) == pytest.approx(theirs.max_rho / ours.floor, abs=0.005)
+        assert verdict == ("" if policy == themis.THEMIS else "met" if float(ratio) >= 2.2 else "missed")
+    assert len({row[3] for row in table.rows if row[2] == themis.THEMIS}) == 4, "the spread changes nothing"
+    assert themis.spread_part(replace(plan, spreads=())).tables == ()
+
+
 def test_every_part_says_what_it_claims() -> None:
     report = evaluated(TINY)
     assert report.schema == SCHEMA

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from itertools import pairwise
-from statistics import median
+from statistics import geometric_mean, median
 from typing import Any
 
 import pytest
@@ -129,6 +129,20 @@ def test_a_scale_shrinks_jobs_in_number_and_length() -> None:
         assert len(little.jobs) == max(1, round(0.1 * len(big.jobs)))
         assert little.jobs[0].duration_s == pytest.approx(0.1 * big.jobs[0].duration_s)
         assert (little.gpus, little.model, little.tenant) == (big.gpus, big.model, big.tenant)
+
+
+def test_without_a_spread_between_apps_their_jobs_are_of_one_typical_length_and_nothing_else_changes() -> None:
+    usual, alike = draw(form=NSDI), draw(form=structs.replace(NSDI, between=0.0))
+    factors = []
+    for wide, narrow in zip(usual.apps, alike.apps, strict=True):
+        assert (wide.gpus, wide.model, len(wide.jobs)) == (narrow.gpus, narrow.model, len(narrow.jobs))
+        ratios = [one.duration_s / other.duration_s for one, other in zip(wide.jobs, narrow.jobs, strict=True)]
+        assert ratios == pytest.approx([ratios[0]] * len(ratios))
+        factors.append(math.log(ratios[0]))
+    assert math.sqrt(sum(factor**2 for factor in factors) / len(factors)) == pytest.approx(NSDI.between, rel=0.2)
+    large = [app for app in alike.apps if len(app.jobs) > 30]
+    typical = [app.gpus * geometric_mean(job.duration_s for job in app.jobs) for app in large]
+    assert max(typical) < 1.6 * min(typical)
 
 
 def test_jobs_of_an_app_make_as_many_steps_and_enough_for_every_phase() -> None:
