@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 import structlog
 from msgspec.structs import replace
@@ -25,6 +26,8 @@ COMPILE = (
 )
 
 _log = structlog.get_logger("solver")
+
+ResultT = TypeVar("ResultT")
 
 
 class Solver:
@@ -54,10 +57,11 @@ class Solver:
             self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(self, policy: str, ready: Callable[[], None]) -> None:
-        """Have a policy's loops compiled, which takes a minute at the first start and seconds after it.
+        """Have a policy's loops compiled, which takes a minute at the first start, or read from the disk.
 
-        Another process compiles them, and until it has, auctions are solved by plain Python: `ready` is called at
-        once. Where compiled code cannot be kept on disk this process compiles, and `ready` is called after that.
+        Where compiled code is kept on disk, `ready` is called at once. What is not there another process compiles, and
+        until it has, auctions are solved by plain Python. Where no code can be kept there, this process compiles, and
+        `ready` is called after that.
         """
         begun = time.perf_counter()
         loops = POLICIES[policy].loops
@@ -68,18 +72,25 @@ class Solver:
             _log.warning("solver.slow", why="numba is not installed; auctions are solved some 50 times slower")
             ready()
             return
-        if loops.kept():
-            ready()
-            failure = await _compile_elsewhere(policy, loops)
-            if failure:
-                _log.warning(
-                    "solver.slow", why=f"auctions are solved some 50 times slower; compiling failed: {failure}"
-                )
-                return
-        await asyncio.get_running_loop().run_in_executor(self._thread, _load, loops)
         if not loops.kept():
+            await self._between_decisions(loops.warm_up)
             ready()
+        else:
+            loops.use_plain()
+            ready()
+            if not await self._between_decisions(loops.load):
+                failure = await _compile_elsewhere(policy, loops)
+                if not failure and not await self._between_decisions(loops.load):
+                    failure = "another process compiled them, and they are not on disk"
+                if failure:
+                    why = f"auctions are solved some 50 times slower; compiling failed: {failure}"
+                    _log.warning("solver.slow", why=why)
+                    return
         _log.info("solver.ready", took_s=round(time.perf_counter() - begun, 1))
+
+    async def _between_decisions(self, act: Callable[[], ResultT]) -> ResultT:
+        """Do this in the thread that decides, so that no decision goes on meanwhile."""
+        return await asyncio.get_running_loop().run_in_executor(self._thread, act)
 
     async def _next(self) -> Decide | Sell:
         while not self._waiting:
@@ -89,8 +100,7 @@ class Solver:
 
 
 async def _compile_elsewhere(policy: str, loops: Loops) -> str:
-    """Compile the loops in a process that ends with this one, and use plain ones meanwhile; return why it failed."""
-    loops.use_plain()
+    """Compile the loops in a process that ends with this one; return why it failed."""
     try:
         process = await asyncio.create_subprocess_exec(
             *COMPILE,
@@ -113,12 +123,6 @@ async def _compile_elsewhere(policy: str, loops: Loops) -> str:
         return ""
     lines = told.decode(errors="replace").strip().splitlines()
     return lines[-1] if lines else f"it ended with {process.returncode}"
-
-
-def _load(loops: Loops) -> None:
-    """Take the compiled loops into use: between two decisions, in the thread that makes them."""
-    loops.use_compiled()
-    loops.warm_up()
 
 
 def answer(effect: Decide | Sell) -> Decided | Sold:

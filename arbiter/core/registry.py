@@ -22,7 +22,7 @@ from arbiter.core.policies.queues import backfill, fifo, las, optimus, shortest,
 from arbiter.core.policies.tenants import allox, astraea, drf, gandiva_fair, hived, yarn_cs
 from arbiter.core.policies.themis import policy as themis
 from arbiter.core.policies.themis.auction import compiled
-from arbiter.core.policies.themis.auction.instance import warm_up
+from arbiter.core.policies.themis.auction.instance import load, warm_up
 from arbiter.core.seam import Policy, PolicySettings, Setting, Table
 
 
@@ -34,6 +34,7 @@ class Loops(Struct, frozen=True):
     use_plain: Callable[[], None]
     use_compiled: Callable[[], None]
     warm_up: Callable[[], None]  #: reaches every loop, so that all are compiled, or read from the disk, after it
+    load: Callable[[], bool]  #: has machine code used if all of it is on disk; returns whether it is, and compiles none
 
 
 class Entry(Struct, frozen=True, cache_hash=True):
@@ -59,7 +60,7 @@ class Entry(Struct, frozen=True, cache_hash=True):
         return self.kind(self.decoded(fields))
 
 
-_AUCTION = Loops(compiled.COMPILED, compiled.kept, compiled.use_plain, compiled.use_compiled, warm_up)
+_AUCTION = Loops(compiled.COMPILED, compiled.kept, compiled.use_plain, compiled.use_compiled, warm_up, load)
 
 POLICIES: Final[dict[str, Entry]] = {
     "themis": Entry(themis.Themis, themis.Settings, live=True, loops=_AUCTION),

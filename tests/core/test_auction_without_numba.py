@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from arbiter.core.policies.themis.auction import kernel
+
 pytestmark = pytest.mark.usefixtures("compiled_auction")
 
 ROOT = Path(__file__).parents[2]
@@ -56,3 +58,30 @@ def test_without_numba_and_without_its_compiler_the_answers_are_the_same() -> No
         False,
         expected,
     )
+
+
+LOAD = """
+import json, shutil, sys
+from pathlib import Path
+from arbiter.core.policies.themis.auction import compiled, kernel
+from arbiter.core.policies.themis.auction.instance import load
+kept, here = Path(sys.argv[1]), Path(kernel.search_packing.stats.cache_path)
+found = []
+for pattern in ("none", "kernel.[!s]*.nb?", "kernel.s*.nb?"):
+    here.mkdir(parents=True, exist_ok=True)
+    for path in kept.glob(pattern):
+        shutil.copy(path, here)
+    before = len(list(here.iterdir()))
+    found.append([load(), compiled.compiled_in_use(), len(list(here.iterdir())) - before])
+print(json.dumps(found))
+"""
+
+
+def test_loading_compiles_nothing_and_leaves_plain_python_unless_all_loops_are_on_disk(tmp_path: Path) -> None:
+    kept = vars(kernel)["search_packing"].stats.cache_path
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", LOAD, kept],
+        cwd=ROOT, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[False, False, 0], [False, False, 0], [True, True, 0]]

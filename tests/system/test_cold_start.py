@@ -132,11 +132,16 @@ async def test_where_compiled_code_cannot_be_kept_rounds_wait_until_it_is_there(
     [
         (("/no/such/program",), "No such file or directory: '/no/such/program'"),
         ((sys.executable, "-c", "raise OSError('the disk is full')"), "OSError: the disk is full"),
+        ((sys.executable, "-c", "pass"), "another process compiled them, and they are not on disk"),
     ],
 )
 async def test_where_they_cannot_be_compiled_plain_python_goes_on(
     command: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    entry = POLICIES["themis"]
+    assert entry.loops is not None
+    absent = replace(entry, loops=replace(entry.loops, load=lambda: False))
+    monkeypatch.setitem(POLICIES, "themis", absent)
     monkeypatch.setattr(solver, "COMPILE", command)
     told: list[None] = []
     with capture_logs() as lines:
@@ -146,6 +151,16 @@ async def test_where_they_cannot_be_compiled_plain_python_goes_on(
         assert [line["event"] for line in lines if says in line["why"]] == ["solver.slow"]
     finally:
         compiled.use_compiled()
+
+
+@pytest.mark.usefixtures("compiled_auction")
+async def test_loops_that_are_on_disk_are_read_and_no_other_process_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(solver, "COMPILE", ("/no/such/program",))
+    told: list[bool] = []
+    with capture_logs() as lines:
+        await solver.Solver().prepare("themis", lambda: told.append(compiled.compiled_in_use()))
+    assert (told, compiled.compiled_in_use()) == ([False], True)
+    assert [line["event"] for line in lines] == ["solver.ready"]
 
 
 async def test_a_policy_that_compiles_nothing_is_ready_at_once() -> None:

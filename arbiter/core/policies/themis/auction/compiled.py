@@ -6,7 +6,8 @@ The same goes for a process that uses plain Python while another one compiles: s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, ClassVar, NamedTuple, TypeVar, cast
 
 import numpy as np
@@ -53,6 +54,26 @@ def use_compiled() -> None:
     for loop in _Use.loops:
         loop.names[loop.name] = loop.compiled
     _Use.compiled = COMPILED
+
+
+class NotOnDiskError(Exception):
+    """The machine code of a loop is not on disk: it would have to be compiled."""
+
+
+@contextmanager
+def from_disk() -> Iterator[None]:
+    """Have machine code read from the disk alone; a loop that would be compiled raises `NotOnDiskError` instead."""
+    from numba.core.event import Event, Listener, install_listener
+
+    class Refusal(Listener):  # type: ignore[misc]  # numba declares it without types
+        def on_start(self, event: Event) -> None:
+            raise NotOnDiskError
+
+        def on_end(self, event: Event) -> None:
+            """End nothing: it never began."""
+
+    with install_listener("numba:compile", Refusal()):
+        yield
 
 
 def compiled_in_use() -> bool:

@@ -21,6 +21,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from arbiter.core.placement.lots import shuffled
+from arbiter.core.policies.themis.auction.compiled import NotOnDiskError, from_disk, use_compiled, use_plain
 from arbiter.core.policies.themis.auction.payments import Payments, settle
 from arbiter.core.policies.themis.auction.problem import (
     CLUSTER,
@@ -477,3 +478,15 @@ def warm_up() -> None:
     exercise(entry.problem)
     outcome = settle(entry.problem, entry.places, [app.id for app in apps], entry.worths, Budget.of(20.0), seed=0)
     assert outcome.won
+
+
+def load() -> bool:
+    """Use machine code from the next call on if all of it is on disk, and plain Python if not; return whether it is."""
+    use_compiled()
+    try:
+        with from_disk():
+            warm_up()
+    except NotOnDiskError:
+        use_plain()
+        return False
+    return True
