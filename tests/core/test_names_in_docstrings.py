@@ -24,56 +24,64 @@ _SEE = re.compile(r"\bsee `([A-Za-z_]\w*)`")
 
 
 class Source(Struct, frozen=True):
-    """What one file says: in its code, and to people."""
+    """What the code of one file says."""
 
     words: set[str]  #: of its path, its names and its short strings
     defined: set[str]  #: its functions and classes, the names of the module, and the parts of its path
-    prose: list[str]  #: its docstrings and comments
 
 
 def read(path: str, text: str) -> Source:
     parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
     tree = ast.parse(text)
-    words, defined, prose = {*parts}, {*parts}, []
+    words, defined = {*parts}, {*parts}
     for statement in tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)):
                 defined.add(name)
-    texts = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}  # most are docstrings
-    for node in ast.walk(tree):
-        for _, value in ast.iter_fields(node):
-            if isinstance(value, str) and len(value) < 60 and id(node) not in texts:
-                words.update(re.findall(r"\w+", value))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-            prose.append(ast.get_docstring(node) or "")
-        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+    nodes = [*ast.walk(tree)]
+    texts = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}  # most are docstrings
+    for node in nodes:
+        if isinstance(node, DEFINITIONS):
             defined.add(node.name)
-    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    prose += [token.string for token in tokens if token.type == tokenize.COMMENT]
-    return Source(words, defined, prose)
+        if id(node) not in texts:
+            words.update(value for value in vars(node).values() if isinstance(value, str) and len(value) < 60)
+    words = {word for text in words for word in re.findall(r"\w+", text)}
+    return Source(words, defined)
 
 
-def unknown(source: Source, words: set[str], defined: set[str]) -> Iterator[str]:
+DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def prose_of(text: str) -> Iterator[str]:
+    """Yield what a file says to people: its docstrings and comments."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, (ast.Module, *DEFINITIONS)):
+            yield ast.get_docstring(node) or ""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+def unknown(text: str, source: Source, words: set[str], defined: set[str]) -> Iterator[str]:
     """Yield the names in backticks that are no `words` of any code, and those to see that are not `defined`."""
-    for text in source.prose:
-        for name in _QUOTED.findall(text):
+    for said in prose_of(text):
+        for name in _QUOTED.findall(said):
             if not {*name.split(".")} <= words and name.partition(".")[0] not in FOREIGN:
                 yield name
-        yield from (name for name in _SEE.findall(text) if name not in defined | source.words)
+        yield from (name for name in _SEE.findall(said) if name not in defined | source.words)
 
 
 def test_names_in_backticks_exist() -> None:
-    sources: dict[str, Source] = {}
-    for folder in (*PRODUCT, "tests", "benchmarks"):
-        for path in sorted((ROOT / folder).rglob("*.py")):
-            name = path.relative_to(ROOT).as_posix()
-            sources[name] = read(name, path.read_text())
+    paths = [path for folder in (*PRODUCT, "tests", "benchmarks") for path in sorted((ROOT / folder).rglob("*.py"))]
+    texts = {path.relative_to(ROOT).as_posix(): path.read_text() for path in paths}
+    sources = {name: read(name, text) for name, text in texts.items()}
     words = {word for source in sources.values() for word in source.words}
     for room in PRODUCT:
         seen = (room, *BELOW.get(room, PRODUCT[:2]))
         defined = {name for path, source in sources.items() if path.startswith(seen) for name in source.defined}
         of_room = {path: source for path, source in sources.items() if path.startswith(f"{room}/")}
-        assert {path: wrong for path, source in of_room.items() if (wrong := [*unknown(source, words, defined)])} == {}
+        wrong = {path: [*unknown(texts[path], source, words, defined)] for path, source in of_room.items()}
+        assert {path: names for path, names in wrong.items() if names} == {}
 
 
 @pytest.mark.parametrize(
@@ -87,4 +95,4 @@ def test_names_in_backticks_exist() -> None:
     ],
 )
 def test_a_name_that_nothing_has_is_found(text: str, wrong: list[str]) -> None:
-    assert [*unknown(read("a/b.py", text), {"there", "kept", "own"}, {"kept"})] == wrong
+    assert [*unknown(text, read("a/b.py", text), {"there", "kept", "own"}, {"kept"})] == wrong
