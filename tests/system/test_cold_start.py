@@ -61,10 +61,10 @@ log_lines.configure("error")
 site = local_site(Path(sys.argv[1]), nodes=1, gpus="simulated:1")
 with in_process(site, memory_bus()) as check:
     wait_ready(site, check)
-    assert [each for each in psutil.Process().children() if "warm_up" in " ".join(each.cmdline())]
     while not list(Path(sys.argv[1]).glob("loops/**/*.nb?")):
         check()
         time.sleep(0.1)
+    assert [each for each in psutil.Process().children() if "warm_up" in " ".join(each.cmdline())]
 gc.collect()
 """
 

@@ -90,31 +90,27 @@ def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAg
 
 
 @pytest.mark.timeout(300)
-async def test_a_node_agent_tells_in_how_many_passes_a_script_with_steps_accumulates(
+async def test_a_node_agent_has_scripts_sampled_and_reports_their_mini_batch_times_and_where_those_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(measurements, "SAMPLE_AFTER_S", 5.0)
-    async with node_site(tmp_path, backend=SimulatedBackend(NODE, 1), bootstrap_dir=str(bootstrap_dir())) as site:
-        await site.plan(task_order(tmp_path, "ana-1.0-a0", sys.executable, "-c", ACCUMULATING))
-        report = await site.report(
-            lambda told: any(task.measured.micro_batches for task in told.tasks), patience_s=150.0
+    async with node_site(tmp_path, backend=SimulatedBackend(NODE, 2), bootstrap_dir=str(bootstrap_dir())) as site:
+        await site.plan(
+            task_order(tmp_path, "ana-1.0-a0", sys.executable, "-c", ACCUMULATING),
+            task_order(tmp_path, "bob-1.0-a0", sys.executable, "-c", MANUAL, gpus=(1,)),
         )
-    (status,) = report.tasks
-    assert (status.measured.source, status.measured.micro_batches) == ("steps", 4)
-    assert status.step_s == pytest.approx(4 * PERIOD_S, rel=0.05)
-
-
-@pytest.mark.timeout(300)
-async def test_a_node_agent_has_it_sampled_and_reports_its_mini_batch_time_and_where_that_comes_from(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(measurements, "SAMPLE_AFTER_S", 1.0)
-    async with node_site(tmp_path, backend=SimulatedBackend(NODE, 1), bootstrap_dir=str(bootstrap_dir())) as site:
-        await site.plan(task_order(tmp_path, "ana-1.0-a0", sys.executable, "-c", MANUAL))
-        report = await site.report(lambda report: any(task.step_s > 0 for task in report.tasks), patience_s=150.0)
-    (status,) = report.tasks
-    assert status.measured.source == "allocator"
-    assert status.step_s == pytest.approx(PERIOD_S, rel=0.05)
-    assert 0 < status.measured.confidence <= 1
-    assert set(status.measured.periods) == {"allocator"}
-    assert status.measured.trough_bytes < status.measured.peak_bytes
+        report = await site.report(
+            lambda told: (
+                any(task.measured.micro_batches for task in told.tasks)
+                and any(task.measured.source == "allocator" for task in told.tasks)
+            ),
+            patience_s=150.0,
+        )
+    steps, manual = sorted(report.tasks, key=lambda status: status.task)
+    assert (steps.measured.source, steps.measured.micro_batches) == ("steps", 4)
+    assert steps.step_s == pytest.approx(4 * PERIOD_S, rel=0.05)
+    assert manual.measured.source == "allocator"
+    assert manual.step_s == pytest.approx(PERIOD_S, rel=0.05)
+    assert 0 < manual.measured.confidence <= 1
+    assert set(manual.measured.periods) == {"allocator"}
+    assert manual.measured.trough_bytes < manual.measured.peak_bytes
