@@ -512,11 +512,8 @@ def causes_part(plan: Plan) -> Part:
     tables = []
     for kind in KINDS:
         case, over = base(plan, kind=kind, contention=max(plan.contentions)), {}
-        for policy, variants in VARIANTS.items():
-            usual = replace(case, policy=policy)
-            cases = {policy: usual}
-            for name, (knobs, variant) in variants.items():
-                cases[f"{policy}, {name}"] = replace(usual, knobs=knobs, variant=variant)
+        for policy in VARIANTS:
+            cases = varied_cases(case, policy)
             rows = tuple(row_of(name, each, plan.seeds) for name, each in cases.items())
             tables.append(Table(f"{policy} with one rule changed, workload {kind}, {size_of(case)}", COLUMNS, rows))
             over |= cases
@@ -525,17 +522,32 @@ def causes_part(plan: Plan) -> Part:
     return Part((), tuple(tables))
 
 
+def varied_cases(case: Case, policy: str) -> dict[str, Case]:
+    """Return the case under `policy` as usual, and with each rule changed, by name."""
+    usual = replace(case, policy=policy)
+    varied = {
+        f"{policy}, {name}": replace(usual, knobs=knobs, variant=variant)
+        for name, (knobs, variant) in VARIANTS[policy].items()
+    }
+    return {policy: usual, **varied}
+
+
 def elastic_part(plan: Plan) -> Part:
     """Show all policies on jobs of any size up to their gang, as Eq. 1 has it: then no gang can starve.
 
-    Beside it all claims once more but those about the liar, whose experiment has no gangs: with gangs and without.
+    Beside it all claims once more but those about the liar, whose experiment has no gangs: with gangs and without. Then
+    what our reading of Tiresias decides.
     """
-    loose, most = replace(plan, elastic=True), max(plan.contentions)
-    name = f"jobs of any size up to their gang, workload 1, {size_of(base(loose, contention=most))}"
-    policies = policies_table(name, base(loose, contention=most), plan.seeds)
+    loose = replace(plan, elastic=True)
+    usual = base(loose, contention=max(plan.contentions))
+    policies = policies_table(f"jobs of any size up to their gang, workload 1, {size_of(usual)}", usual, plan.seeds)
     parts = (rho_part, contention_part, network_part, errors_part, f_part, lease_part)
     table = beside("claims where jobs need no gang", "gangs", plan, "jobs of any size", loose, parts)
-    return Part((), (policies, table))
+    over = []
+    for case in (usual, replace(usual, network_share=max(plan.shares))):
+        what = f"jobs of any size, network-intensive share {case.network_share:.0%}, {size_of(case)}"
+        over.append(over_themis(f"las with one rule changed, {what}", case, varied_cases(case, "las"), plan.seeds))
+    return Part((), (policies, table, *over))
 
 
 def costs_part(plan: Plan) -> Part:
