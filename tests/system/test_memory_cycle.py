@@ -47,49 +47,18 @@ while True:
 pytestmark = [pytest.mark.alone, pytest.mark.slow]
 
 
-@pytest.fixture
-def agent(tmp_path: Path) -> Iterator[WorkerAgent]:
-    with WorkerAgent(tmp_path / "agent.sock") as one:
-        yield one
-
-
-@pytest.mark.timeout(300)
-def test_a_window_of_samples_tells_the_period_the_trough_and_the_peak_of_a_loop_without_an_optimizer(
-    agent: WorkerAgent, tmp_path: Path
-) -> None:
-    with Worker(tmp_path, "-c", MANUAL):
+@pytest.fixture(scope="module")
+def manual(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WorkerAgent]:
+    """The agent of a loop without an optimizer, which is sampled from now on."""
+    folder = tmp_path_factory.mktemp("manual")
+    with WorkerAgent(folder / "agent.sock") as agent, Worker(folder, "-c", MANUAL):
         agent.wait(Hello)
-        order = agent.order("sample")
-        agent.wait(Counted, seq=order.seq, last=True)
-        told = agent.wait(Progress, seq=agent.order("tell").seq)
-        at_trough = agent.wait(Progress, seq=agent.order("trough").seq)
-    lines = [line for line in agent.heard if isinstance(line, Counted)]
-    found = from_counter([at for line in lines for at in line.at_s], [held for line in lines for held in line.bytes])
-    assert found is not None
-    assert found.period_s == pytest.approx(PERIOD_S, rel=0.05)
-    assert 60 * MIB < told.peak_bytes - told.trough_bytes < 100 * MIB
-    assert told.step == at_trough.step == -1  # a period is no count of steps
+        agent.order("sample")
+        yield agent
 
 
 @pytest.mark.timeout(300)
-def test_sampling_ends_with_the_first_step_that_the_script_tells(agent: WorkerAgent, tmp_path: Path) -> None:
-    with Worker(tmp_path, "-c", LATE_STEPS) as worker:
-        agent.wait(Hello)
-        order = agent.order("sample")
-        agent.wait(Counted, seq=order.seq)
-        assert worker.process.stdin is not None
-        worker.process.stdin.write("begin\n")
-        worker.process.stdin.flush()
-        agent.wait(Counted, seq=order.seq, last=True)
-        agent.wait(Progress, step=lambda step: step > 3)
-        agent.wait(Progress, seq=agent.order("trough").seq)  # at the end of a mini-batch
-        assert len([line for line in agent.heard if isinstance(line, Counted)]) < 15
-        agent.wait(
-            Counted, seq=agent.order("sample").seq
-        )  # of a script that tells its steps, its passes are looked for
-
-
-@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("manual")  # its window of samples goes on beside these
 async def test_a_node_agent_has_scripts_sampled_and_reports_their_mini_batch_times_and_where_those_come_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,3 +83,36 @@ async def test_a_node_agent_has_scripts_sampled_and_reports_their_mini_batch_tim
     assert 0 < manual.measured.confidence <= 1
     assert set(manual.measured.periods) == {"allocator"}
     assert manual.measured.trough_bytes < manual.measured.peak_bytes
+
+
+@pytest.mark.timeout(300)
+def test_a_window_of_samples_tells_the_period_the_trough_and_the_peak_of_a_loop_without_an_optimizer(
+    manual: WorkerAgent,
+) -> None:
+    manual.wait(Counted, seq=manual.seq, last=True)
+    told = manual.wait(Progress, seq=manual.order("tell").seq)
+    at_trough = manual.wait(Progress, seq=manual.order("trough").seq)
+    lines = [line for line in manual.heard if isinstance(line, Counted)]
+    found = from_counter([at for line in lines for at in line.at_s], [held for line in lines for held in line.bytes])
+    assert found is not None
+    assert found.period_s == pytest.approx(PERIOD_S, rel=0.05)
+    assert 60 * MIB < told.peak_bytes - told.trough_bytes < 100 * MIB
+    assert told.step == at_trough.step == -1  # a period is no count of steps
+
+
+@pytest.mark.timeout(300)
+def test_sampling_ends_with_the_first_step_that_the_script_tells(tmp_path: Path) -> None:
+    with WorkerAgent(tmp_path / "agent.sock") as agent, Worker(tmp_path, "-c", LATE_STEPS) as worker:
+        agent.wait(Hello)
+        order = agent.order("sample")
+        agent.wait(Counted, seq=order.seq)
+        assert worker.process.stdin is not None
+        worker.process.stdin.write("begin\n")
+        worker.process.stdin.flush()
+        agent.wait(Counted, seq=order.seq, last=True)
+        agent.wait(Progress, step=lambda step: step > 3)
+        agent.wait(Progress, seq=agent.order("trough").seq)  # at the end of a mini-batch
+        assert len([line for line in agent.heard if isinstance(line, Counted)]) < 15
+        agent.wait(
+            Counted, seq=agent.order("sample").seq
+        )  # of a script that tells its steps, its passes are looked for
