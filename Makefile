@@ -84,7 +84,7 @@ pure: $(LOOPS)
 
 # Tests that mostly wait for other processes: more files of them at a time than there are cores.
 system: $(LOOPS) browser
-	$(BIN)/python -m pytest -n 6 --dist loadfile -m "not full and not alone and not clock" tests/system tests/contract
+	$(BIN)/python -m pytest -n 5 --dist loadfile -m "not full and not alone and not clock" tests/system tests/contract
 
 # Tests against the clock get a second try (docs/decisions/0003).
 define twice
